@@ -1,0 +1,157 @@
+"""What a generated package and the runtime agree on. Generated code reads nothing but `Layer`, its `Dims` and `Step`.
+
+Shape suffixes, here and in generated code:
+  T tokens of one step, packed request after request      R request rows of one step
+  D model width    N query heads    K key/value heads      H head width    V vocabulary
+  P pages of a pool    S tokens of a page    B blocks of a block table    E experts    I inner width of an MLP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ABI = 1
+"""Raised by every change that makes older generated packages wrong; the loader refuses any other number."""
+
+PAD_PAGE = 0
+"""Page 0 of every pool takes the writes of padding rows. No allocator hands it out, no live row reads it."""
+
+PAD_SLOT = 0
+"""State slot 0, for the same purpose."""
+
+
+# ---------------------------------------------------------------- what a package declares (sizes are plain numbers)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the checkpoint (`*` stands for the layer index) and the rows, dim 0, that it fills of its weight."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """One tensor holds all experts, as it lies in memory (`transpose` swaps its last two dims on the way in)."""
+
+    name: str
+    transpose: bool = False
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """One tensor an expert and part; the second `*` of each name is the expert. Parts are stacked on dim 1."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """`NAME_blocks` and `NAME_scales`, 4-bit values in groups of 32, dequantised on load to (expert, in, out)."""
+
+    name: str
+
+
+ExpertLayout = Stacked | PerExpert | Mxfp4
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the engine: an attribute of a `Layer`, in transformers' layout.
+
+    Exactly one of `parts` (tensors of the checkpoint end to end on dim 0) and `layouts` (forms an expert tensor may have
+    in the file, exactly one of which must match) is given. `fp32` keeps the tensor in fp32 whatever the model's dtype.
+    `same_as` names the weight whose storage this one shares (a tied head).
+    """
+
+    role: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    layouts: tuple[ExpertLayout, ...] = ()
+    fp32: bool = False
+    same_as: str | None = None
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A layer that keeps keys and values in pages. `window` None keeps all, else the last `window` tokens are enough."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class SharedPages:
+    """A layer that reads the pages of the last layer before it that has the attention entry `owner`; it keeps nothing."""
+
+    owner: str
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A layer with recurrent state: named tensors, one row a request. A dtype of None is the model's."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+
+
+State = Pages | SharedPages | Slots | None
+
+
+# ---------------------------------------------------------------- what a package is given
+
+
+class Layer:
+    """Everything of one layer as attributes: weights by role (None: absent by configuration), K/V pages, state, rope.
+
+    k_pages, v_pages  (P, S, K, H)       the pool of the layer's page group; page 0 is the pad page
+    rope_cos, rope_sin (positions, rotated / 2) in the model's dtype, shared by all layers with that rope
+    any name of `Slots.tensors`  (slots, ...)   slot 0 is the pad slot
+    Plain attributes on purpose: compiled code guards on their shapes and is shared by all layers of a kind.
+    """
+
+    def __init__(self, **tensors: Tensor | None) -> None:
+        self.__dict__.update(tensors)
+
+
+@dataclass
+class PageStep:
+    """One page group's part of a step.
+
+    slots_T   (T,) int64: page * S + offset, where each token's key and value go
+    table_RB  (R, B) int32: the pages of each request row in order; entries that hold nothing are PAD_PAGE
+    """
+
+    slots_T: Tensor
+    table_RB: Tensor
+
+
+@dataclass
+class Step:
+    """One call of the walker: T tokens of R requests, packed; row r owns tokens starts_R[r] to starts_R[r + 1].
+
+    positions_T  (T,) int64     position of each token in its request
+    rows_T       (T,) int32     row of each token
+    starts_R     (R + 1,) int32
+    lengths_R    (R,) int32     tokens of each request once this step has written (its position + 1 for decode)
+    pages        by attention entry; entries of one group share the same object
+    state_R      (R,) int64     state slot of each row, or None where the model has no recurrent state
+    max_query    most tokens of one row; 1 is a decode step, and then T == R
+    spans        host copy of (start, stop, length) a row, for backends that run on the host; None inside captured steps
+    """
+
+    positions_T: Tensor
+    rows_T: Tensor
+    starts_R: Tensor
+    lengths_R: Tensor
+    pages: dict[str, PageStep]
+    state_R: Tensor | None = None
+    max_query: int = 1
+    spans: Sequence[tuple[int, int, int]] | None = field(default=None, repr=False)
