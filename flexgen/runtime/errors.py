@@ -1,0 +1,11 @@
+"""The errors a user of the runtime can meet. Every message says what, where, the value, the limit and what to do."""
+
+from __future__ import annotations
+
+
+class FlexgenError(Exception):
+    """Base of every error that flexgen raises on purpose."""
+
+
+class ConfigError(FlexgenError):
+    """A checkpoint's config.json says something that the engine or the spec cannot serve."""

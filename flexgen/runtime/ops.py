@@ -1,0 +1,81 @@
+"""Norms, activations and rotary embedding: the small arithmetic that generated code calls.
+
+Each function repeats a family's exact order of operations and casts, since in bf16 another order is another result.
+Every one is plain torch and traces under `torch.compile(fullgraph=True, dynamic=True)`.
+
+Shape suffixes: T tokens, N heads, H head width. Norms and activations work on the last dim of any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+    }
+)
+
+
+def _normalise(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square on the last dim, in fp32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """RMS norm whose product with the gain is fp32, cast once at the end. `gain` None: no gain."""
+    h = _normalise(x, eps)
+    if gain is not None:
+        h = h * gain
+    return h.to(x.dtype)
+
+
+def rms_norm_cast_before(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm cast to x's dtype before the product with the gain (llama, qwen3)."""
+    return gain * _normalise(x, eps).to(x.dtype)
+
+
+def rms_norm_one_plus(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm with a zero-centred gain: the fp32 product with 1 + gain, cast once at the end (qwen3_5)."""
+    return (_normalise(x, eps) * (1.0 + gain.float())).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm with its gain in x's dtype, then times the fp32 silu of z: norm before gate (qwen3_5)."""
+    h = gain * _normalise(x, eps).to(x.dtype)
+    return (h * F.silu(z.float())).to(x.dtype)
+
+
+def rotate(x_TNH: Tensor, cos: Tensor, sin: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotary embedding in the half layout: dim j turns with dim j + d/2 (Su et al. 2021, arXiv:2104.09864).
+
+    cos, sin: (positions, d/2) in x's dtype, as `Rope.tables` makes them. Dims beyond d pass through.
+    """
+    half = cos.shape[-1]
+    cos_T1h, sin_T1h = cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
+    first, second, rest = x_TNH.split((half, half, x_TNH.shape[-1] - 2 * half), dim=-1)
+    turned = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
+    return torch.cat((*turned, rest), dim=-1)
+
+
+def softcap(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), which bounds x smoothly by cap (gemma). None: x itself."""
+    if cap is None:
+        return x
+    return torch.tanh(x / cap) * cap
+
+
+def gated(act: str, gate_up: Tensor) -> Tensor:
+    """act(gate) * up, the two halves of the last dim (Shazeer 2020, arXiv:2002.05202). `act`: a key of ACTIVATIONS."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[act](gate) * up
