@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn
 
 from flexgen.errors import FlexError
+from flexgen.spec.scalars import INT_LIMIT
 
 Kind = Literal["int", "float", "bool", "list"]
 Operator = Literal["+", "-", "*", "/", "//"]
@@ -107,6 +108,8 @@ class Expr:
         value = self.evaluate(values)
         if not isinstance(value, int | float):
             self._fail(f"`{self.text()}` is {_shown(value)}, not a number")
+        if isinstance(value, float) and not math.isfinite(value):
+            self._fail(f"`{self.text()}` is {value}, not a finite number")
         return int(value) if isinstance(value, bool) else value
 
 
@@ -212,22 +215,22 @@ class Binary(Expr):
         return self.left, self.right
 
     def kind(self, types: Mapping[str, Kind]) -> Kind:
-        kinds = {child: child._number_kind(types) for child in self.children()}
+        kinds = [child._number_kind(types) for child in self.children()]
         if self.operator == "//":
-            for child, kind in kinds.items():
+            for child, kind in zip(self.children(), kinds):
                 if kind == "float":
                     self._refuse_floor(child)
-        return "float" if self.operator == "/" or "float" in kinds.values() else "int"
+        return "float" if self.operator == "/" or "float" in kinds else "int"
 
     def evaluate(self, values: Mapping[str, Any]) -> int | float:
         left, right = self.left._number(values), self.right._number(values)
         if self.operator == "//":
-            for child, value in ((self.left, left), (self.right, right)):
+            for child, value in zip(self.children(), (left, right)):
                 if isinstance(value, float):
                     self._refuse_floor(child)
         if right == 0 and "/" in self.operator:
             self.right._fail(f"`{self.text()}` divides by zero")
-        return _finite(self, lambda: _ARITHMETIC[self.operator](left, right))
+        return _bounded(self, lambda: _ARITHMETIC[self.operator](left, right))
 
     def _refuse_floor(self, child: Expr) -> NoReturn:
         child._fail(f"`{child.text()}` is a float, and `//` divides integers", "divide with `/`")
@@ -257,7 +260,7 @@ class Call(Expr):
             return min(numbers) if self.function == "min" else max(numbers)
         if numbers[0] < 0:
             self.arguments[0]._fail(f"`{self.text()}` is the square root of {_shown(numbers[0])}")
-        return _finite(self, lambda: math.sqrt(numbers[0]))
+        return _bounded(self, lambda: math.sqrt(numbers[0]))
 
     def _render(self, form: _Form) -> str:
         function = form.sqrt if self.function == "sqrt" else self.function
@@ -292,11 +295,14 @@ class Or(Expr):
         return form.either([alternative._render(form) for alternative in self.alternatives])
 
 
-def _finite(expr: Expr, compute: Callable[[], int | float]) -> int | float:
+def _bounded(expr: Expr, compute: Callable[[], int | float]) -> int | float:
+    """The result where it is finite and, as an integer, fits 64 bits with its sign."""
     try:
         result = compute()
-    except OverflowError:
+    except OverflowError:  # an integer too large for a float
         result = math.inf
     if isinstance(result, float) and not math.isfinite(result):
         expr._fail(f"`{expr.text()}` is too large for a float")
+    if isinstance(result, int) and not -INT_LIMIT <= result < INT_LIMIT:
+        expr._fail(f"`{expr.text()}` does not fit 64 bits")
     return result

@@ -20,6 +20,7 @@ from flexgen.spec.expression_tree import (
     Or,
     Unary,
 )
+from flexgen.spec.scalars import INT_LIMIT
 
 __all__ = [
     "MAX_DEPTH",
@@ -60,7 +61,6 @@ _ADVICE = {
     "=": "comparisons belong in `require`",
     "<": "comparisons belong in `require`",
     ">": "comparisons belong in `require`",
-    "_": "numbers are written without `_`",
 }
 _ALLOWED = "an expression holds names, numbers, `+ - * / // ( )`, `min`, `max`, `sqrt` and `or`"
 
@@ -129,15 +129,20 @@ class _Parser:
             self.fail("the expression is empty", self.token, "write a number, a name or arithmetic with them")
         expr = self.alternatives()
         if self.token.kind != "end":
-            self.fail(f"expected an operator, found {self.token.shown}", self.token, self.advice(self.token))
+            self.fail_after(self.tokens[self.index - 1], self.token)
         return expr
 
-    def advice(self, token: _Token) -> str | None:
-        if token.text.startswith("_") and token.start == self.tokens[self.index - 1].end:
-            return _ADVICE["_"]
-        if token.kind == "number" and self.tokens[self.index - 1].text == "0":
-            return "numbers are written without leading zeros"
-        return {"(": f"the functions are {', '.join(f'`{name}`' for name in _FUNCTIONS)}"}.get(token.text)
+    def fail_after(self, before: _Token, token: _Token) -> NoReturn:
+        """Refuse what follows a complete operand."""
+        if token.text == "(" and before.kind == "name":
+            functions = ", ".join(f"`{name}`" for name in _FUNCTIONS)
+            self.fail(f"there is no function `{before.text}`", before, f"the functions are {functions}")
+        advice = None
+        if token.text.startswith("_") and token.start == before.end:
+            advice = "numbers are written without `_`"
+        elif token.kind == "number" and before.text == "0":
+            advice = "numbers are written without leading zeros"
+        self.fail(f"expected an operator, found {token.shown}", token, advice)
 
     def alternatives(self) -> Expr:
         found: list[Expr] = []
@@ -197,8 +202,10 @@ class _Parser:
 
     def number(self, token: _Token) -> Number:
         number = Number(token.text, start=token.start, end=token.end)
+        if isinstance(number.value, int) and number.value >= INT_LIMIT:
+            self.fail("the integer does not fit 64 bits", token)
         if math.isinf(number.value):
-            self.fail(f"`{token.text}` is too large for a float", token, "a float is at most about 1.8e308")
+            self.fail("the number is too large for a float", token, "a float is at most about 1.8e308")
         return number
 
     def call(self, function: _Token) -> Call:
@@ -217,7 +224,8 @@ class _Parser:
 
     def close(self, opener: _Token) -> _Token:
         closer = self.take_symbol(")")
+        if closer is None and self.token.kind == "end":
+            self.fail("expected `)`", self.token, f"the `(` at character {opener.start + 1} is still open")
         if closer is None:
-            advice = f"the `(` at character {opener.start + 1} is still open"
-            self.fail(f"expected `)`, found {self.token.shown}", self.token, advice)
+            self.fail_after(self.tokens[self.index - 1], self.token)
         return closer

@@ -157,7 +157,7 @@ class _Composer:
             if not misread:
                 self.refuse_syntax(error)
             raise SpecError(self.problems) from None
-        except ValueError:  # PyYAML's own conversion of an escape such as "\\UFFFFFFFF"
+        except (ValueError, OverflowError):  # PyYAML converts an escape such as "\\UFFFFFFFF" without a look
             self.refuse("SPEC001", "this is not a character", self.here(), "escapes end at \\U0010FFFF")
             raise SpecError(self.problems) from None
         if self.problems:
@@ -171,11 +171,10 @@ class _Composer:
 
     def refuse_syntax(self, error: yaml.MarkedYAMLError) -> None:
         advice = explain_syntax(error)
-        span = _span(error.problem_mark) if error.problem_mark else self.here()
-        notes = []
-        if error.context_mark and (opened := _span(error.context_mark)) != span:
-            notes.append(Note("what this belongs to starts here", self.path, opened))
-        self.refuse(advice.code, advice.message, span, advice.help, *notes)
+        at = error.context_mark if advice.at_start else error.problem_mark
+        opened = error.context_mark if advice.in_brackets else None
+        notes = [Note("the bracket is opened here", self.path, _span(opened))] if opened else []
+        self.refuse(advice.code, advice.message, _span(at) if at else self.here(), advice.help, *notes)
 
     def refuse_features(self, event: NodeEvent) -> None:
         """Refuse an alias, an anchor or a tag of a node."""
@@ -224,21 +223,19 @@ class _Composer:
 
     # ------------------------------------------------------------ nodes
 
-    def root(self) -> dict[str, Any]:
+    def root(self) -> Any:
         self.events.get_event()
-        if not self.events.check_event(DocumentStartEvent):
-            self.refuse("SPEC028", "the file is empty", _START, _WRITE_A_SPEC)
-            return {}
-        self.start_document()
-        data = self.node((), 0)
+        data = None
+        if self.events.check_event(DocumentStartEvent):
+            self.start_document()
+            data = self.node((), 0)
         self.events.get_event()
         if self.events.check_event(DocumentStartEvent):
             span = _span(self.events.peek_event().start_mark)
             self.refuse("SPEC002", "a second document starts here", span, "a file holds one spec: remove the `---`")
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) and not self.problems:
             message = "the file is empty" if data is None else "the top level is not a mapping"
             self.refuse("SPEC028", message, _START, _WRITE_A_SPEC)
-            return {}
         return data
 
     def start_document(self) -> None:
@@ -284,7 +281,7 @@ class _Composer:
         entries: list[_Entry] = []
         while not self.events.check_event(MappingEndEvent):
             event = self.events.peek_event()
-            key = self.key(path, depth)
+            key = self.key()
             here = (*path, key)
             span = _span(event.start_mark, event.end_mark)
             if key in data:
@@ -298,15 +295,15 @@ class _Composer:
         self.refuse_cut_text(entries)
         return data
 
-    def key(self, path: SpecPath, depth: int) -> str:
+    def key(self) -> str:
         """The next key as text; one that is no text is refused and stands for nothing."""
-        event = self.events.peek_event()
+        event = self.events.get_event()
+        if isinstance(event, CollectionStartEvent):  # what follows would all be misread
+            self.refuse("SPEC002", "a key must be text", _span(event.start_mark), "write `key: value`")
+            raise SpecError(self.problems)
+        self.refuse_features(event)
         if not isinstance(event, ScalarEvent):
-            if isinstance(event, CollectionStartEvent):
-                self.refuse("SPEC002", "a key must be text", _span(event.start_mark), "write `key: value`")
-            self.node((*path, ""), depth)
             return ""
-        self.refuse_features(self.events.get_event())
         span = self.scalar_span(event)
         if event.style is None and event.value == "<<":
             self.refuse("SPEC002", "`<<` is a merge key", span, _NO_ALIAS)
@@ -373,7 +370,7 @@ def _span(start: yaml.Mark, end: yaml.Mark | None = None) -> Span:
 
 
 def _named(char: str) -> str:
-    return f"U+{ord(char):04X} ({unicodedata.name(char, 'a control character').lower()})"
+    return f"U+{ord(char):04X} ({unicodedata.name(char, 'not printable').lower()})"
 
 
 def _short(text: str) -> str:

@@ -10,11 +10,16 @@ import yaml
 
 @dataclass(frozen=True)
 class SyntaxAdvice:
-    """What is wrong, what to do, and the diagnostic's code."""
+    """What is wrong and what to do. `at_start`: it is shown where the unfinished thing starts, not where it broke off.
+
+    `in_brackets`: it helps to see where the bracket was opened.
+    """
 
     message: str
     help: str
     code: str = "SPEC001"
+    at_start: bool = False
+    in_brackets: bool = False
 
 
 _REFUSED_FEATURE = SyntaxAdvice(
@@ -22,11 +27,20 @@ _REFUSED_FEATURE = SyntaxAdvice(
     "quote text that starts with `&`, `*`, `!` or `%`; entries share fields with `like`",
     "SPEC002",
 )
-_FEATURE_CONTEXTS = tuple(f"scanning {feature}" for feature in ("an alias", "an anchor", "a tag", "a directive"))
+_FEATURE_CONTEXTS = (
+    "scanning an alias",
+    "scanning an anchor",
+    "scanning a tag",
+    "parsing a tag",
+    "scanning a directive",
+)
+_FEATURE_PROBLEMS = ("found incompatible YAML document", "found duplicate", "found undefined tag handle")
+_OPEN_QUOTE = "the quote is never closed"
+_LONE_KEY = "expected `:` after this"
 _INDENTATION = "give the keys of one mapping the same indentation, and close every bracket and quote above"
 
 # Pattern of PyYAML's problem, our message (with the pattern's groups), and advice; the first that matches is used.
-_PROBLEMS = (
+_PROBLEMS: tuple[tuple[str, str, str], ...] = (
     (
         r"mapping values are not allowed here",
         "a `:` cannot stand here",
@@ -40,13 +54,13 @@ _PROBLEMS = (
     ),
     (
         r"found unexpected end of stream|found unexpected document separator",
-        "a quote is never closed",
+        _OPEN_QUOTE,
         "end the text with the quote that starts it; within '…' a quote is written twice",
     ),
     (r"found character '(.)' that cannot start any token", "text cannot start with `{0}`", "quote the text"),
     (
         r"could not find expected ':'",
-        "expected `:` after a key",
+        _LONE_KEY,
         "a line reads `key: value`; text that runs over several lines is indented or quoted",
     ),
     (
@@ -78,9 +92,11 @@ _UNKNOWN = SyntaxAdvice("this cannot be read as YAML", "compare the line with it
 def explain_syntax(error: yaml.MarkedYAMLError) -> SyntaxAdvice:
     """Our words for a syntax error."""
     problem, context = error.problem or "", error.context or ""
-    if context.endswith(_FEATURE_CONTEXTS):
+    if context.endswith(_FEATURE_CONTEXTS) or problem.startswith(_FEATURE_PROBLEMS):
         return _REFUSED_FEATURE
     for pattern, message, advice in _PROBLEMS:
         if match := re.fullmatch(pattern, problem):
-            return SyntaxAdvice(message.format(*match.groups()), advice)
+            at_start = message in (_OPEN_QUOTE, _LONE_KEY)
+            in_brackets = context == "while parsing a flow sequence" or context == "while parsing a flow mapping"
+            return SyntaxAdvice(message.format(*match.groups()), advice, at_start=at_start, in_brackets=in_brackets)
     return _UNKNOWN
