@@ -128,7 +128,8 @@ CPU_BACKENDS = (
 """The first that serves is taken; in 16 bits only the reference rounds where transformers does.
 
 On CUDA one Triton kernel (`kernels/paged_attention.py`) serves all: FlexAttention reached 2.1 of 4.15 TB/s in decode,
-takes no group of heads that is not a power of two (pytorch#151359), and its FLASH backend breaks sinks (pytorch#181645).
+takes no group of heads that is not a power of two (pytorch#151359), and its FLASH backend breaks sinks
+(pytorch#181645).
 """
 
 
