@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from flexgen.spec.expression_tree import (
@@ -145,18 +145,18 @@ class _Parser:
         self.fail(f"expected an operator, found {token.shown}", token, advice)
 
     def alternatives(self) -> Expr:
-        found: list[Expr] = []
-        while True:
-            expr = self.sum()
-            found += expr.alternatives if isinstance(expr, Or) else [expr]
-            if self.token.text != "or":
-                break
+        operands = [self.sum()]
+        while self.token.text == "or":
             self.take()
+            operands.append(self.sum())
+        if len(operands) == 1:
+            return operands[0]
+        found = [one for expr in operands for one in (expr.alternatives if isinstance(expr, Or) else [expr])]
         for expr in found[:-1]:
             if not isinstance(expr, Name):
                 advice = "only a name can be absent, so what follows would never be used"
                 raise ExpressionError("`or` after something that is never absent", expr.start, expr.end, advice)
-        return found[0] if len(found) == 1 else Or(tuple(found), start=found[0].start, end=found[-1].end)
+        return Or(tuple(found), start=operands[0].start, end=operands[-1].end)
 
     def sum(self) -> Expr:
         return self.chain(self.product, "+", "-")
@@ -196,8 +196,7 @@ class _Parser:
             return self.call(token)
         if token.text == "(":
             expr = self.nested(token, self.alternatives)
-            self.close(token)
-            return expr
+            return replace(expr, start=token.start, end=self.close(token).end)
         self.fail(f"expected a name, a number or `(`, found {token.shown}", token)
 
     def number(self, token: _Token) -> Number:

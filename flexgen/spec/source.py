@@ -36,6 +36,7 @@ _BREAK = re.compile(r"\r\n|\r|\n")
 _UNUSABLE = re.compile(
     r"[^\n\x20-\x7e\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
+_WORD = re.compile(r"[^\s,\]}]+")
 _START = Span(1, 1, 1, 1)
 _NO_ALIAS = "write the fields out, or share them with `like`"
 _WRITE_A_SPEC = "a spec starts with `flexgen: 1` and `name: …`; `flexgen new` writes a first draft"
@@ -207,10 +208,9 @@ class _Composer:
 
     def word(self, event: NodeEvent) -> Span:
         """The anchor, alias or tag that a node starts with."""
-        line = self.lines[event.start_mark.line]
-        start = event.start_mark.column
-        length = max(1, len(re.split(r"[\s,\]}]", line[start:])[0]))
-        return Span(event.start_mark.line + 1, start + 1, event.start_mark.line + 1, start + 1 + length)
+        line, start = event.start_mark.line, event.start_mark.column
+        match = _WORD.match(self.lines[line], start)
+        return Span(line + 1, start + 1, line + 1, 1 + (match.end() if match else start + 1))
 
     def scalar_span(self, event: ScalarEvent) -> Span:
         """Where a scalar stands, without the blank lines that block style counts as part of it."""
