@@ -97,6 +97,6 @@ def explain_syntax(error: yaml.MarkedYAMLError) -> SyntaxAdvice:
     for pattern, message, advice in _PROBLEMS:
         if match := re.fullmatch(pattern, problem):
             at_start = message in (_OPEN_QUOTE, _LONE_KEY)
-            in_brackets = context == "while parsing a flow sequence" or context == "while parsing a flow mapping"
+            in_brackets = context in ("while parsing a flow sequence", "while parsing a flow mapping")
             return SyntaxAdvice(message.format(*match.groups()), advice, at_start=at_start, in_brackets=in_brackets)
     return _UNKNOWN
