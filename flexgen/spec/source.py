@@ -242,7 +242,7 @@ class _Composer:
         event = self.events.get_event()
         if event.version or event.tags:
             advice = "remove the lines that start with `%`"
-            self.refuse("SPEC002", "directives are not part of the language", _START, advice)
+            self.refuse("SPEC002", "directives are not part of the language", _span(event.start_mark), advice)
 
     def node(self, path: SpecPath, depth: int) -> Any:
         """The value of the next node; its position goes to `values`."""

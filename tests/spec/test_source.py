@@ -216,6 +216,7 @@ def test_line_ends_and_byte_order_marks_change_nothing(form, bom):
         ("a: !x!y 1", [("SPEC002", 1, 4)]),
         ("a: !<x", [("SPEC002", 1, 7)]),
         ("%YAML 1.1\n---\na: 1", [("SPEC002", 1, 1)]),
+        ("# x\n%YAML 1.2\n---\na: 1", [("SPEC002", 2, 1)]),
         ("%YAML 99.9\n---\na: 1", [("SPEC002", 1, 1)]),
         ("%TAG ! tag:x\n---\na: 1", [("SPEC002", 1, 1)]),
         ("a: 1\n---\nb: 2", [("SPEC002", 2, 1)]),
