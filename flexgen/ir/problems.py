@@ -1,0 +1,45 @@
+"""Where the semantic passes put what they find: one list, so that every problem of a spec is reported in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flexgen.spec.diagnostics import Diagnostic, Note, SpecError, SpecPath, nearest
+from flexgen.spec.load import Spec
+
+
+class Problems:
+    """Collects diagnostics of one spec; positions come from spec paths."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.found: list[Diagnostic] = []
+
+    def add(
+        self,
+        code: str,
+        message: str,
+        path: SpecPath,
+        *,
+        help: str | None = None,
+        key: bool = False,
+        within: tuple[int, int] | None = None,
+        note: tuple[str, SpecPath] | None = None,
+    ) -> None:
+        """Report a problem at a spec path: its value, its `key`, or characters `within` its text."""
+        span = self.spec.span(path, key=key, within=within)
+        notes = [Note(note[0], self.spec.path, self.spec.span(note[1], key=True))] if note else []
+        self.found.append(Diagnostic(code, message, self.spec.path, span, help=help, notes=notes, subject=path))
+
+    def unknown(self, what: str, name: str, known: Iterable[str], path: SpecPath, code: str = "SPEC008") -> None:
+        """Report a name that is not defined, with the nearest one that is."""
+        names = sorted(known)
+        near = nearest(name, names)
+        listed = ", ".join(f"`{item}`" for item in names) or "none is defined"
+        help = f"did you mean `{near}`?" if near else f"known: {listed}"
+        self.add(code, f"unknown {what} `{name}`", path, help=help)
+
+    def raise_if_any(self) -> None:
+        """Raises SpecError with everything found."""
+        if self.found:
+            raise SpecError(self.found)

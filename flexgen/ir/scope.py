@@ -1,0 +1,176 @@
+"""What names mean in expressions: `dims` defines them, everything else uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexgen.ir.architecture import Dim
+from flexgen.ir.problems import Problems
+from flexgen.spec.diagnostics import SpecPath, nearest
+from flexgen.spec.expressions import Expr, ExpressionError, Name, Or, parse
+
+Want = Literal["int", "float", "bool"]
+REQUIRED = ("vocab", "hidden", "layers")
+"""Dims that every spec defines: the embedding's rows, the stream's width, the depth."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A place that reads a dim, and the type it wants there."""
+
+    expr: Expr
+    want: Want
+    path: SpecPath
+
+
+class Scope:
+    """The dims of one spec: parses them, hands out code that reads them, and knows which were read."""
+
+    def __init__(self, problems: Problems, dims: dict[str, str]) -> None:
+        self.problems = problems
+        self.exprs: dict[str, Expr] = {}
+        self.uses: list[Use] = []
+        for name, text in dims.items():
+            expr = self._parse(text, ("dims", name))
+            if expr is not None:
+                self.exprs[name] = expr
+        for name in REQUIRED:
+            if name not in dims:
+                problems.add("SPEC005", f"`dims` lacks `{name}`, which every spec defines", ("dims",), key=True)
+
+    # ------------------------------------------------------------ uses
+
+    def code(self, text: str, path: SpecPath, want: Want = "int", prefix: str = "dims") -> str:
+        """Python for an expression over dims, each name written as `prefix.name`."""
+        expr = self._parse(text, path)
+        if expr is None:
+            return "0"
+        for node in expr.walk():
+            if isinstance(node, Name) and node.dotted not in self.exprs:
+                self._unknown(node, path)
+                return "0"
+            if isinstance(node, Or):
+                span = (node.start, node.end)
+                self.problems.add("SPEC011", "`or` is only for `dims`, where a value can be absent", path, within=span)
+                return "0"
+        self.uses.append(Use(expr, want, path))
+        return expr.python(lambda name: f"{prefix}.{name.dotted}")
+
+    def optional(self, text: str, path: SpecPath, want: Want = "float", prefix: str = "dims") -> str | None:
+        """As `code`, None for the word `none`."""
+        return None if text == "none" else self.code(text, path, want, prefix)
+
+    def flag(self, text: str, path: SpecPath, prefix: str = "dims") -> bool | str:
+        """`true` and `false` are settled at build time; a dim is code for a flag that the checkpoint settles."""
+        if text in ("true", "false"):
+            return text == "true"
+        expr = self._parse(text, path)
+        if not isinstance(expr, Name):
+            self.problems.add("SPEC029", f"`{text}` is no flag", path, help="write true, false or the name of a dim")
+            return False
+        return self.code(text, path, "bool", prefix)
+
+    def field(self, text: str, path: SpecPath) -> str:
+        """Python for an expression of the schedule: dims, and config fields that may be absent."""
+        expr = self._parse(text, path)
+        if expr is None:
+            return "None"
+        if isinstance(expr, Name) and expr.dotted not in self.exprs:
+            return f'config.optional("{expr.dotted}")'
+        return self.code(text, path, "int", prefix="").replace(".", "")
+
+    # ------------------------------------------------------------ definitions
+
+    def dims(self) -> tuple[Dim, ...]:
+        """One `Dim` per line of the section, typed by how it is used. Reports unused dims and wrong types."""
+        wants = self._wants()
+        lines: list[Dim] = []
+        types: dict[str, Want] = {}
+        for name, expr in self.exprs.items():
+            path = ("dims", name)
+            kind = wants.get(name, "int") if isinstance(expr, Name | Or) else self._kind(expr, types, path)
+            types[name] = kind
+            read = self._read(expr, kind, types, path)
+            lines.append(Dim(name, kind, read, expr.text(), f"dims.{name}"))
+        for use in self.uses:
+            kind = self._kind(use.expr, types, use.path)
+            if use.want == "int" and kind == "float":
+                message = f"`{use.expr.text()}` is a float where a whole number is needed"
+                self.problems.add("SPEC029", message, use.path, help="divide with `//`")
+        used = {name.dotted for use in self.uses for name in use.expr.names()} | set(REQUIRED)
+        used |= {n.dotted for name, e in self.exprs.items() for n in e.names() if n.dotted != name}
+        for name in self.exprs:
+            if name not in used:
+                help = "use it in another section, or remove it"
+                self.problems.add("SPEC010", f"dim `{name}` is used by nothing", ("dims", name), key=True, help=help)
+        return tuple(lines)
+
+    def _wants(self) -> dict[str, Want]:
+        wants: dict[str, Want] = {}
+        for use in self.uses:
+            if not isinstance(use.expr, Name):
+                continue
+            name = use.expr.dotted
+            before = wants.get(name, use.want)
+            if "bool" in (before, use.want) and before != use.want:
+                message = f"`{name}` is used both as a flag and as a number"
+                self.problems.add("SPEC029", message, use.path)
+            wants[name] = "float" if "float" in (before, use.want) else before
+        return wants
+
+    def _kind(self, expr: Expr, types: dict[str, Want], path: SpecPath) -> Want:
+        known = {name.dotted: types.get(name.dotted, "int") for name in expr.names()}
+        try:
+            return expr.kind(known)
+        except ExpressionError as error:
+            self._report(error, path)
+            return "int"
+
+    def _read(self, expr: Expr, kind: Want, earlier: dict[str, Want], path: SpecPath) -> str:
+        """Python that binds one dim: `config.int("a", "b", default=c)`, or arithmetic over earlier dims."""
+        me = path[-1]
+        reader = {"int": "config.int", "float": "config.float", "bool": "config.flag"}[kind]
+
+        def is_dim(name: Name) -> bool:
+            return name.dotted in earlier and name.dotted != me
+
+        if isinstance(expr, Or):
+            *names, last = expr.alternatives
+            paths = [f'"{name.dotted}"' for name in names if isinstance(name, Name)]
+            for name in names:
+                if isinstance(name, Name) and is_dim(name):
+                    message = f"dim `{name.dotted}` is never absent, so what follows `or` would never be used"
+                    self.problems.add("SPEC011", message, path, within=(name.start, name.end))
+            if isinstance(last, Name) and not is_dim(last):
+                return f'{reader}({", ".join(paths)}, "{last.dotted}")'
+            return f"{reader}({', '.join(paths)}, default={self._arithmetic(last, is_dim, path)})"
+        if isinstance(expr, Name):
+            return expr.dotted if is_dim(expr) else f'{reader}("{expr.dotted}")'
+        return self._arithmetic(expr, is_dim, path)
+
+    def _arithmetic(self, expr: Expr, is_dim: object, path: SpecPath) -> str:
+        for node in expr.walk():
+            if isinstance(node, Or):
+                help = "give it a line of its own in `dims`"
+                self.problems.add("SPEC011", "`or` inside arithmetic", path, within=(node.start, node.end), help=help)
+        return expr.python(lambda name: name.dotted if is_dim(name) else f'config.number("{name.dotted}")')
+
+    # ------------------------------------------------------------ problems
+
+    def _parse(self, text: str, path: SpecPath) -> Expr | None:
+        try:
+            return parse(text)
+        except ExpressionError as error:
+            self._report(error, path)
+            return None
+
+    def _report(self, error: ExpressionError, path: SpecPath) -> None:
+        self.problems.add(error.code, error.message, path, help=error.help, within=(error.start, error.end))
+
+    def _unknown(self, name: Name, path: SpecPath) -> None:
+        near = nearest(name.dotted, self.exprs)
+        help = f"did you mean `{near}`?" if near else f"define it in `dims`: `{name.dotted}: CONFIG_FIELD`"
+        self.problems.add(
+            "SPEC012", f"unknown name `{name.dotted}`", path, help=help, within=(name.start, name.end)
+        )

@@ -1,0 +1,369 @@
+"""The spec's sections as typed, frozen models: what a YAML file may say, field by field.
+
+The field docs are the reference: the JSON Schema and `docs/spec.md` are made from them. Numbers are kept as source
+text (`Text`) and parsed later, because `flexgen.ir` owns what names mean. Nothing here looks at another section.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+Identifier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+TensorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.([A-Za-z0-9_]+|\*))*$", max_length=200)]
+ConfigPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=120)]
+
+
+def _source_text(value: object) -> object:
+    """A number or flag as it was written; anything that is no scalar is left for pydantic to refuse."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return getattr(value, "text", None) or str(value)
+    return value
+
+
+Text = Annotated[
+    str,
+    BeforeValidator(_source_text, json_schema_input_type=str | int | float | bool),
+    Field(max_length=200),
+]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+
+
+class Section(BaseModel):
+    """What every entry has in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+
+
+class Entry(Section):
+    why: str | None = Field(None, description="Becomes the comment beside the generated line.")
+
+
+# ---------------------------------------------------------------- checkpoint
+
+
+class AtLeast(Section):
+    min: int = Field(description="The smallest value accepted.")
+
+
+Scalar = str | int | float | bool | None
+
+
+class Checkpoint(Section):
+    model_types: list[str] = Field(min_length=1, description="Values of `model_type` in config.json that this spec serves.")
+    text_config: ConfigPath | None = Field(
+        None, description="Where a multimodal config.json nests the text model's config. Absent: the whole file is it."
+    )
+    prefix: list[TensorName] = Field(
+        ["model"], min_length=1, description="Prefixes of the text model's tensors; a file uses exactly one of them."
+    )
+    layers: TensorName = Field("layers.*", description="The module of one layer, below the prefix; `*` is its index.")
+    skip: list[TensorName] = Field(
+        [], description="Tensors that are present but unused, by full name or below the prefix; `*` matches anything. Counted."
+    )
+    fp32: list[TensorName] = Field([], description="Tensors that stay fp32 whatever the model's dtype; `*` is the layer.")
+    defaults: dict[str, Any] = Field(
+        {}, description="What the family's config class fills in where config.json is silent; merged below the file's values."
+    )
+    require: dict[ConfigPath, Any] = Field(
+        {}, description="Fences: field to the value, list of values or `{min: n}` without which this spec does not apply."
+    )
+    ignore: list[ConfigPath] = Field([], description="Config fields that do not change this family's forward pass.")
+
+
+# ---------------------------------------------------------------- named parts
+
+
+class Norm(Entry):
+    kind: Literal["rms"] = Field(description="The normalisation: `rms` divides by the root of the mean square.")
+    gain: Literal["plain", "one_plus", "none"] = Field(
+        "plain", description="What the weight means: w, 1 + w, or no weight at all."
+    )
+    cast: Literal["before", "after"] = Field(
+        description="Whether the product with the weight is taken after the cast to the model's dtype (cast `before`) or in fp32."
+    )
+    eps: Text = Field(description="Added to the mean square.")
+
+
+class RopeEntry(Entry):
+    parameters: ConfigPath = Field(description="Where config.json keeps this table's parameters.")
+    types: list[Literal["default", "linear", "llama3", "yarn", "proportional"]] = Field(
+        min_length=1, description="The rope types that this family uses; any other is refused."
+    )
+
+
+class OutputGate(Section):
+    packed: Literal["q"] = Field(description="Where the gate comes from: each head of `q` is followed by its gate.")
+    act: Literal["sigmoid"] = Field(description="The gate's activation.")
+
+
+class Attention(Entry):
+    heads: Text = Field(description="Query heads.")
+    kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
+    head_dim: Text = Field(description="Width of one head.")
+    rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
+    window: Text = Field("none", description="Keys visible to a query, itself included. `none`: all before it.")
+    scale: Text | None = Field(None, description="Multiplies the scores; absent: one over the root of `head_dim`.")
+    bias: Text = Field("false", description="Whether q, k, v and o have biases: true, false, or a dim that is a flag.")
+    q_norm: Identifier | Literal["none"] = Field("none", description="Norm of each query head, before rope.")
+    k_norm: Identifier | Literal["none"] = Field("none", description="Norm of each key head, before rope.")
+    v_norm: Identifier | Literal["none"] = Field("none", description="Norm of each value head.")
+    value: Literal["projected", "from_key"] = Field(
+        "projected", description="`from_key`: the value is the raw key projection, before its norm and rope."
+    )
+    gate: OutputGate | Literal["none"] = Field("none", description="A gate on the attention's output, per channel.")
+    sinks: TensorName | Literal["none"] = Field("none", description="Tensor of one extra logit a query head.")
+    softcap: Text = Field("none", description="Scores become cap * tanh(score / cap).")
+    softmax: Literal["fp32", "model"] = Field("fp32", description="The dtype the softmax is taken in.")
+    kv_of: Identifier | Literal["none"] = Field(
+        "none", description="Read the keys and values of the last layer before this one that has the named attention."
+    )
+    q: TensorName = Field("self_attn.q_proj", description="Module of the query projection.")
+    k: TensorName = Field("self_attn.k_proj", description="Module of the key projection.")
+    v: TensorName = Field("self_attn.v_proj", description="Module of the value projection.")
+    o: TensorName = Field("self_attn.o_proj", description="Module of the output projection.")
+    q_norm_weight: TensorName = Field("self_attn.q_norm", description="Module of the query norm.")
+    k_norm_weight: TensorName = Field("self_attn.k_norm", description="Module of the key norm.")
+    v_norm_weight: TensorName = Field("self_attn.v_norm", description="Module of the value norm.")
+    skip: list[TensorName] = Field([], description="Tensors a file may hold for these layers although nothing reads them.")
+
+
+class GatedDelta(Entry):
+    key_heads: Text = Field(description="Heads of queries and keys.")
+    key_dim: Text = Field(description="Width of one query or key head.")
+    value_heads: Text = Field(description="Heads of values; a multiple of `key_heads`.")
+    value_dim: Text = Field(description="Width of one value head.")
+    kernel: Text = Field(description="Taps of the causal depthwise convolution.")
+    conv_act: Literal["silu"] = Field(description="Activation after the convolution.")
+    norm_act: Literal["silu"] = Field(description="Activation of the gate on the output norm.")
+    eps: Text = Field(description="The output norm's epsilon.")
+    packing: Literal["qkv_z_b_a"] = Field("qkv_z_b_a", description="How the input projections are split in the checkpoint.")
+    qkv: TensorName = Field("linear_attn.in_proj_qkv", description="Module of the packed q, k, v projection.")
+    z: TensorName = Field("linear_attn.in_proj_z", description="Module of the output gate's projection.")
+    b: TensorName = Field("linear_attn.in_proj_b", description="Module of the write strength (beta).")
+    a: TensorName = Field("linear_attn.in_proj_a", description="Module of the decay's input.")
+    conv: TensorName = Field("linear_attn.conv1d", description="Module of the convolution.")
+    a_log: TensorName = Field("linear_attn.A_log", description="Tensor of the decay's logarithm.")
+    dt_bias: TensorName = Field("linear_attn.dt_bias", description="Tensor added to the decay's input.")
+    norm: TensorName = Field("linear_attn.norm", description="Module of the gated output norm.")
+    out: TensorName = Field("linear_attn.out_proj", description="Module of the output projection.")
+
+
+class Mlp(Entry):
+    size: Text = Field(description="Inner width.")
+    act: Activation = Field(description="Activation of the gate.")
+    bias: Text = Field("false", description="Whether all three projections have biases.")
+    at: TensorName = Field("mlp", description="The module that holds gate_proj, up_proj and down_proj.")
+    out_gate: TensorName | Literal["none"] = Field(
+        "none", description="Module of a one-row projection of the input whose sigmoid multiplies the output."
+    )
+
+
+class Router(Entry):
+    weight: TensorName = Field(description="Module of the router.")
+    bias: Text = Field("false", description="Whether the router has a bias.")
+    reads: Literal["input", "stream"] = Field(
+        "input", description="`stream`: the router reads the stream at the start of this `add`, not the experts' input."
+    )
+    input: list[Step] = Field([], description="Steps applied to what the router reads.")
+    score: Literal["softmax", "sigmoid", "none"] = Field("none", description="Turns logits into scores before the choice.")
+    after_top_k: Literal["softmax", "none"] = Field("none", description="Applied to the chosen values.")
+    normalise: Text = Field("false", description="Divide the chosen weights by their sum: true, false or a flag.")
+    gain: TensorName | Literal["none"] = Field("none", description="Tensor of one factor an expert, on the chosen weights.")
+    dtype: Literal["model", "fp32"] = Field("model", description="The dtype of the weights that multiply experts' outputs.")
+
+
+class StackedLayout(Section):
+    stacked: TensorName = Field(description="One tensor holds all experts.")
+    axes: list[Literal["expert", "out", "in"]] = Field(min_length=3, max_length=3, description="The tensor's axes in order.")
+    order: Literal["interleaved"] | list[Literal["gate", "up"]] | None = Field(
+        None, description="How gate and up share the out axis: [gate, up] halves, or `interleaved` columns."
+    )
+
+
+class PerExpertLayout(Section):
+    per_expert: list[TensorName] = Field(
+        min_length=1, max_length=2, description="One tensor an expert, in the order of their rows; the second `*` is the expert."
+    )
+
+
+class Mxfp4Layout(Section):
+    mxfp4: TensorName = Field(description="NAME_blocks and NAME_scales: 4-bit values, dequantised on load.")
+
+
+def _layout_tag(value: object) -> str | None:
+    keys = ("stacked", "per_expert", "mxfp4")
+    return next((k for k in keys if isinstance(value, dict) and k in value), None)
+
+
+Layout = Annotated[
+    Annotated[StackedLayout, Tag("stacked")]
+    | Annotated[PerExpertLayout, Tag("per_expert")]
+    | Annotated[Mxfp4Layout, Tag("mxfp4")],
+    Discriminator(_layout_tag),
+]
+
+
+class Moe(Entry):
+    experts: Text = Field(description="Number of experts.")
+    top_k: Text = Field(description="Experts a token uses.")
+    size: Text = Field(description="Inner width of one expert.")
+    act: Activation = Field(description="Activation of the gate.")
+    alpha: Text = Field("none", description="Slope inside the gate's sigmoid: gate * sigmoid(alpha * gate).")
+    limit: Text = Field("none", description="Clamp: gate from above, up from both sides.")
+    up_offset: Text = Field("0", description="Added to up before the product.")
+    router: Router = Field(description="How tokens choose experts.")
+    gate_up: list[Layout] = Field(min_length=1, description="Forms a file may hold gate and up in; the first stacked one is memory's.")
+    gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up.")
+    down: list[Layout] = Field(min_length=1, description="Forms a file may hold down in.")
+    down_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of down.")
+
+
+# ---------------------------------------------------------------- steps and the block
+
+
+class NormStep(Entry):
+    norm: Identifier = Field(description="A name of `norms`.")
+    weight: TensorName | None = Field(None, description="Module of the norm's weight; absent where the norm has no gain.")
+
+
+class LinearStep(Entry):
+    linear: TensorName = Field(description="Module of the projection.")
+    size: Text | None = Field(None, description="Width of the result.")
+
+
+class ActStep(Entry):
+    act: Activation = Field(description="An activation.")
+
+
+class GainStep(Entry):
+    gain: TensorName = Field(description="Tensor to multiply by.")
+    size: Text | None = Field(None, description="Its length; absent: the width of what it multiplies.")
+
+
+class ScaleStep(Entry):
+    scale: Text = Field(description="Number to multiply by.")
+
+
+class TimesStep(Entry):
+    times: Identifier = Field(description="A name of `layer_inputs`: multiply by this layer's slice of it.")
+
+
+class SumStep(Entry):
+    sum: list[list[Step]] = Field(min_length=2, description="Branches that read the same value and are added.")
+
+
+class EmbeddingStep(Entry):
+    embedding: TensorName = Field(description="Module of a table indexed by token id.")
+    vocab: Text = Field(description="Rows of the table.")
+    scale: Text = Field("1", description="Number to multiply by.")
+    scale_dtype: Literal["model", "fp32"] = Field("fp32", description="Whether the number is rounded to the model's dtype.")
+
+
+_STEPS = ("embedding", "norm", "linear", "act", "gain", "scale", "times", "sum")
+
+
+def _step_tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "name"
+    return next((k for k in _STEPS if isinstance(value, dict) and k in value), None)
+
+
+Step = Annotated[
+    Annotated[Identifier, Tag("name")]
+    | Annotated[EmbeddingStep, Tag("embedding")]
+    | Annotated[NormStep, Tag("norm")]
+    | Annotated[LinearStep, Tag("linear")]
+    | Annotated[ActStep, Tag("act")]
+    | Annotated[GainStep, Tag("gain")]
+    | Annotated[ScaleStep, Tag("scale")]
+    | Annotated[TimesStep, Tag("times")]
+    | Annotated[SumStep, Tag("sum")],
+    Discriminator(_step_tag),
+]
+
+
+class AddPart(Entry):
+    add: list[Step] = Field(min_length=1, description="A residual branch: its result is added to the stream.")
+
+
+def _part_tag(value: object) -> str | None:
+    return next((k for k in ("add", "gain", "scale") if isinstance(value, dict) and k in value), None)
+
+
+BlockPart = Annotated[
+    Annotated[AddPart, Tag("add")] | Annotated[GainStep, Tag("gain")] | Annotated[ScaleStep, Tag("scale")],
+    Discriminator(_part_tag),
+]
+
+
+class LayerInput(Entry):
+    size: Text = Field(description="Width of one layer's slice.")
+    steps: list[Step] = Field(min_length=1, description="Steps from the embedded tokens to all layers' slices.")
+
+
+class Rule(Entry):
+    """One rule of the schedule; later ones win. Exactly one selector: all, pattern, every, first, last, from, at or by."""
+
+    all: Literal[True] | None = Field(None, description="Every layer.")
+    pattern: list[Identifier] | None = Field(None, min_length=1, description="Kinds repeated over the depth.")
+    every: Text | None = Field(None, description="Layers n, 2n, 3n, ... counted from 1.")
+    first: Text | None = Field(None, description="The first n layers.")
+    last: Text | None = Field(None, description="The last n layers.")
+    from_: Text | None = Field(None, alias="from", description="Layers from index n on.")
+    at: ConfigPath | None = Field(None, description="A config field that lists layer indices.")
+    by: ConfigPath | None = Field(None, description="A config field that lists one value a layer.")
+    kind: Identifier | None = Field(None, description="The kind these layers get.")
+    kinds: dict[str, Identifier] | None = Field(
+        None, description="With `by`: value to kind. Otherwise: what earlier rules chose to what it becomes."
+    )
+    when: ConfigPath | None = Field(None, description="A config flag without which the rule does nothing.")
+
+
+# ---------------------------------------------------------------- ends of the model, and the whole
+
+
+class Embedding(Entry):
+    weight: TensorName = Field(description="Module of the token embedding.")
+    scale: Text = Field("1", description="Multiplies the embedded tokens.")
+    scale_dtype: Literal["model", "fp32"] = Field("fp32", description="Whether the scale is rounded to the model's dtype.")
+
+
+class Head(Entry):
+    norm: NormStep = Field(description="The norm before the head.")
+    weight: TensorName = Field(description="Module of the head, by its full name.")
+    tied: Text = Field("false", description="Whether the head is the embedding: true, false or a flag.")
+    softcap: Text = Field("none", description="Logits become cap * tanh(logit / cap); 0 is off.")
+
+
+class SpecModel(Section):
+    """One family of language models."""
+
+    flexgen: Literal[1] = Field(description="Version of the language.")
+    name: Identifier = Field(description="Name of the spec, of its file and of its generated package.")
+    summary: str = Field(min_length=1, max_length=200, description="One sentence: becomes the generated docstring.")
+    checkpoint: Checkpoint = Field(description="Which files this spec reads, and how their tensors are named.")
+    dims: dict[Identifier, Text] = Field(description="Numbers and flags from config.json, in order; each may use earlier ones.")
+    norms: dict[Identifier, Norm] = Field({}, description="Named norms.")
+    ropes: dict[Identifier, RopeEntry] = Field({}, description="Named rotary tables.")
+    attention: dict[Identifier, Attention] = Field({}, description="Named attentions.")
+    gdn: dict[Identifier, GatedDelta] = Field({}, description="Named gated-delta mixers (linear attention with a state).")
+    mlp: dict[Identifier, Mlp] = Field({}, description="Named MLPs.")
+    moe: dict[Identifier, Moe] = Field({}, description="Named layers of routed experts.")
+    layer_inputs: dict[Identifier, LayerInput] = Field({}, description="Values computed once from the tokens, one slice a layer.")
+    kinds: dict[Identifier, dict[Identifier, Identifier]] = Field(
+        min_length=1, description="Layer kinds; each fills the block's slots with named parts."
+    )
+    schedule: list[Rule] = Field(min_length=1, description="Which layer has which kind; later rules win.")
+    block: list[BlockPart] = Field(min_length=1, description="What one layer computes, as a sum.")
+    embedding: Embedding = Field(description="From token ids to the stream.")
+    head: Head = Field(description="From the stream to logits.")
+    tiny: dict[str, Any] = Field(description="The smallest config.json that shows every feature of the spec.")
+
+
+SECTIONS_WITH_LIKE = ("norms", "ropes", "attention", "gdn", "mlp", "moe")
+for _model in (Router, SumStep, AddPart, LayerInput, Moe, SpecModel):
+    _model.model_rebuild()
