@@ -1,0 +1,322 @@
+"""Lowers the block, the sum that one layer is, to the lines of a generated function: once for each layer kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen.ir import architecture as ir
+from flexgen.ir.parts import Parts
+from flexgen.ir.problems import Problems
+from flexgen.ir.scope import Scope
+from flexgen.spec import models
+from flexgen.spec.diagnostics import SpecPath
+
+PART_SECTIONS = ("attention", "gdn", "mlp", "moe")
+STREAM = "x_TD"
+HIDDEN = "dims.hidden"
+
+
+@dataclass
+class Value:
+    """A variable, and the code of its width."""
+
+    name: str
+    width: str
+
+
+class Block:
+    """The block of a spec. `layer(kind)` lowers it; `rows` then holds the weights that the steps themselves own."""
+
+    def __init__(self, model: models.SpecModel, parts: Parts, scope: Scope, problems: Problems) -> None:
+        self.model = model
+        self.parts = parts
+        self.scope = scope
+        self.problems = problems
+        self.rows: dict[str, ir.Row] = {}
+        self.prefix = parts.layers
+        self.slots = {slot for kind in model.kinds.values() for slot in kind}
+        self._slots: dict[str, str] = {}
+        self._tables: list[str] = []
+        self._mixers: list[str] = []
+        self._inputs: list[str] = []
+        self._seen_slots: set[str] = set()
+
+    def layer(self, name: str) -> ir.Kind:
+        """One layer kind: its parts in order, the tables of its weights and the entries that keep state."""
+        self._slots = self.model.kinds[name]
+        self._tables, self._mixers, self._inputs = [], [], []
+        parts = []
+        for index, part in enumerate(self.model.block):
+            path: SpecPath = ("block", index)
+            if isinstance(part, models.AddPart):
+                statements = self._add(part, path)
+            else:
+                value, statements = self._step(part, path, Value(STREAM, HIDDEN), "x")
+                assert value.name == STREAM
+            parts.append(ir.Part(f"block[{index}]", tuple(statements)))
+        self._check_slots(name)
+        return ir.Kind(
+            name, f"{name}_layer", tuple(parts), tuple(self._mixers), tuple(self._tables), tuple(self._inputs), f"kinds.{name}"
+        )
+
+    def layer_input(self, name: str, entry: models.LayerInput) -> ir.LayerInput:
+        """A value made once from the embedded tokens; its steps see one layer's slice in the last dimension."""
+        at = ("layer_inputs", name)
+        size = self.scope.code(entry.size, (*at, "size"))
+        self.prefix, self.rows = "", {}
+        self._view = ("dims.layers", size)
+        value, statements = self._steps(entry.steps, (*at, "steps"), Value(STREAM, HIDDEN), name)
+        if value.width != size:
+            message = f"`{name}` ends with width {_shown(value.width)}, and its `size` is {_shown(size)}"
+            self.problems.add("SPEC017", message, (*at, "size"))
+        self._view = None
+        return ir.LayerInput(name, value.name, size, tuple(statements), ".".join(at))
+
+    _view: tuple[str, str] | None = None
+
+    # ------------------------------------------------------------ branches
+
+    def _add(self, part: models.AddPart, path: SpecPath) -> list[ir.Statement]:
+        value, statements = self._steps(part.add, (*path, "add"), Value(STREAM, HIDDEN), "h")
+        if value.width != HIDDEN:
+            message = f"this branch ends with width {_shown(value.width)}, and the stream has {_shown(HIDDEN)}"
+            self.problems.add("SPEC017", message, (*path, "add"), key=True, help="end it with a step back to `hidden`")
+        total = ir.Statement("add", STREAM, STREAM, _dotted(path), terms=(STREAM, value.name), comment=part.why)
+        return [*statements, total]
+
+    def _steps(
+        self, steps: list, path: SpecPath, value: Value, base: str
+    ) -> tuple[Value, list[ir.Statement]]:
+        statements: list[ir.Statement] = []
+        for index, step in enumerate(steps):
+            value, lines = self._step(step, (*path, index), value, base)
+            statements += lines
+        return value, statements
+
+    def _step(self, step: object, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        if isinstance(step, str):
+            return self._entry(step, path, value, base)
+        handler = {
+            models.NormStep: self._norm,
+            models.LinearStep: self._linear,
+            models.ActStep: self._act,
+            models.GainStep: self._gain,
+            models.ScaleStep: self._scale,
+            models.TimesStep: self._times,
+            models.SumStep: self._sum,
+            models.EmbeddingStep: self._embedding,
+        }[type(step)]
+        return handler(step, path, value, base)
+
+    def _out(self, base: str, width: str) -> str:
+        """The variable a step assigns: its base and the legend's suffix for its shape."""
+        letters = "L" if self._view else ""
+        return f"{base}_T{letters}{'D' if width == HIDDEN else 'I'}"
+
+    # ------------------------------------------------------------ one step each
+
+    def _norm(self, step: models.NormStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        gain = self.parts.has_gain(step.norm)
+        role = _role(step.weight or "")
+        if gain and step.weight is None:
+            help = "add `weight: MODULE`, or name a norm with `gain: none`"
+            self.problems.add("SPEC019", f"the norm `{step.norm}` has a gain, and this step names no weight", path, help=help)
+        if not gain and step.weight is not None and step.norm in self.model.norms:
+            help = "remove it, or name a norm with a gain"
+            self.problems.add("SPEC018", f"the norm `{step.norm}` has no gain to use this weight", (*path, "weight"), help=help)
+        call = self.parts.norm(step.norm, (*path, "norm"), f"w.{role}")
+        if gain and step.weight is not None:
+            self._own(role, (_d(value.width),), ((f"{self.prefix}{step.weight}.weight", _d(value.width)),), path)
+        out = Value(self._out(base, value.width), value.width)
+        return out, [ir.Statement("norm", out.name, value.name, _dotted(path), norm=call, comment=step.why)]
+
+    def _linear(self, step: models.LinearStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        role = _role(step.linear)
+        if self._view:
+            width, rows = self._view[1], f"{self._view[0]} * {self._view[1]}"
+        else:
+            if step.size is None:
+                self.problems.add("SPEC005", "a linear step needs its `size`", path, help="add `size: DIM`")
+            width = rows = self.scope.code(step.size or "0", (*path, "size"))
+        shape = (_d(rows), _d(value.width))
+        self._own(role, shape, ((f"{self.prefix}{step.linear}.weight", _d(rows)),), path)
+        out = Value(self._out(base, width), width)
+        view = self._view or ()
+        return out, [ir.Statement("linear", out.name, value.name, _dotted(path), weight=f"w.{role}", terms=view, comment=step.why)]
+
+    def _act(self, step: models.ActStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        out = Value(self._out(base, value.width), value.width)
+        return out, [ir.Statement("act", out.name, value.name, _dotted(path), act=step.act, comment=step.why)]
+
+    def _gain(self, step: models.GainStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        role = _role(step.gain)
+        size = _d(value.width) if step.size is None else self.scope.code(step.size, (*path, "size"), prefix="d")
+        self._own(role, (size,), ((f"{self.prefix}{step.gain}", size),), path)
+        out = Value(self._out(base, value.width), value.width)
+        return out, [ir.Statement("gain", out.name, value.name, _dotted(path), weight=f"w.{role}", comment=step.why)]
+
+    def _scale(self, step: models.ScaleStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        number = self.scope.code(step.scale, (*path, "scale"), "float")
+        out = Value(self._out(base, value.width), value.width)
+        return out, [ir.Statement("scale", out.name, value.name, _dotted(path), value=number, comment=step.why)]
+
+    def _times(self, step: models.TimesStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        entry = self.model.layer_inputs.get(step.times)
+        if entry is None:
+            self.problems.unknown("layer input", step.times, self.model.layer_inputs, (*path, "times"))
+            return value, []
+        size = self.scope.code(entry.size, ("layer_inputs", step.times, "size"))
+        if size != value.width:
+            message = f"`{step.times}` has width {_shown(size)}, and what it multiplies has {_shown(value.width)}"
+            self.problems.add("SPEC017", message, path)
+        if step.times not in self._inputs:
+            self._inputs.append(step.times)
+        out = Value(self._out(base, value.width), value.width)
+        line = ir.Statement("times", out.name, value.name, _dotted(path), value=f"{step.times}_TI", comment=step.why)
+        return out, [line]
+
+    def _embedding(
+        self, step: models.EmbeddingStep, path: SpecPath, value: Value, base: str
+    ) -> tuple[Value, list[ir.Statement]]:
+        if not self._view:
+            help = "tables indexed by token belong in `layer_inputs` and `embedding`"
+            self.problems.add("SPEC025", "an embedding inside the block is not implemented", path, help=help)
+            return value, []
+        role = _role(step.embedding)
+        vocab = self.scope.code(step.vocab, (*path, "vocab"), prefix="d")
+        layers, width = self._view
+        self._own(role, (vocab, f"{_d(layers)} * {_d(width)}"), ((f"{step.embedding}.weight", vocab),), path)
+        out = Value(self._out(base, width), width)
+        scale = None
+        if step.scale != "1":
+            scale = self.scope.code(step.scale, (*path, "scale"), "float")
+            scale = f"rounded({scale}, w.{role}.dtype)" if step.scale_dtype == "model" else scale
+        line = ir.Statement(
+            "embed", out.name, "ids_T", _dotted(path), weight=f"w.{role}", value=scale, terms=self._view, comment=step.why
+        )
+        return out, [line]
+
+    def _sum(self, step: models.SumStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        statements: list[ir.Statement] = []
+        ends: list[Value] = []
+        for index, branch in enumerate(step.sum):
+            here = (*path, "sum", index)
+            end, lines = self._steps(branch, here, value, self._branch_name(branch, index))
+            statements += lines
+            ends.append(end)
+        for index, end in enumerate(ends):
+            if end.width != ends[0].width:
+                message = f"this branch has width {_shown(end.width)}, and the first has {_shown(ends[0].width)}"
+                self.problems.add("SPEC017", message, (*path, "sum", index))
+        out = Value(self._out(base, ends[0].width), ends[0].width)
+        terms = tuple(end.name for end in ends)
+        return out, [*statements, ir.Statement("add", out.name, terms[0], _dotted(path), terms=terms, comment=step.why)]
+
+    def _branch_name(self, branch: list, index: int) -> str:
+        """A branch is named after the entry it calls, or after the first weight it reads."""
+        for step in branch:
+            if isinstance(step, str):
+                return self._slots.get(step, step)
+        for step in branch:
+            for field in ("linear", "embedding", "gain"):
+                if hasattr(step, field):
+                    return _role(getattr(step, field))
+        return f"branch{index}"
+
+    # ------------------------------------------------------------ entries
+
+    def _entry(self, name: str, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+        if name in self.slots:
+            self._seen_slots.add(name)
+            entry = self._slots.get(name)
+            if entry is None:
+                return value, []
+            defined_at: SpecPath = ("kinds", _kind_of(self.model, self._slots), name)
+        else:
+            entry, defined_at = name, path
+        section = next((s for s in PART_SECTIONS if entry in getattr(self.model, s)), None)
+        if section is None:
+            known = [*self.slots, *(n for s in PART_SECTIONS for n in getattr(self.model, s))]
+            self.problems.unknown("part", entry, known, defined_at)
+            return value, []
+        if value.width != HIDDEN:
+            message = f"`{entry}` reads width `hidden`, and gets {_shown(value.width)}"
+            self.problems.add("SPEC017", message, path)
+        part = getattr(self.parts, section)(entry)
+        self._tables.append(part.table.function)
+        out = Value(self._out(base, HIDDEN), HIDDEN)
+        if section == "moe":
+            return out, self._experts(part, path, value, out, base)
+        if section in ("attention", "gdn"):
+            self._mixers.append(entry)
+        arguments = ("dims", "step") if section in ("attention", "gdn") else ()
+        comment = part.why or _effects(section, part)
+        call = ir.Statement("call", out.name, value.name, _dotted(path), function=part.function, arguments=arguments, comment=comment)
+        return out, [call]
+
+    def _experts(self, moe: ir.Moe, path: SpecPath, value: Value, out: Value, base: str) -> list[ir.Statement]:
+        reads = STREAM if moe.reads_stream else value.name
+        routes = "routes" if base in ("h", moe.name) else f"{base}_routes"
+        comment = moe.router_why or ("reads the stream, not the normed input" if moe.reads_stream else None)
+        return [
+            ir.Statement("route", routes, reads, f"{moe.path}.router", function=moe.route, arguments=("dims",), comment=comment),
+            ir.Statement(
+                "call", out.name, value.name, _dotted(path), function=moe.experts, arguments=(f"*{routes}", "dims"), comment=moe.why
+            ),
+        ]
+
+    # ------------------------------------------------------------ bookkeeping
+
+    def _own(self, role: str, shape: tuple[str, ...], parts: tuple[tuple[str, str], ...], path: SpecPath) -> None:
+        row = ir.Row(role, shape, parts)
+        before = self.rows.setdefault(role, row)
+        if before != row:
+            self.problems.add("SPEC020", f"two weights would both be called `{role}`", path)
+
+    def _check_slots(self, name: str) -> None:
+        steps = {step for part in self.model.block if isinstance(part, models.AddPart) for step in _names(part.add)}
+        for slot in self._slots:
+            if slot not in steps:
+                self.problems.unknown("slot", slot, steps, ("kinds", name, slot))
+        for step in sorted(steps & self.slots):
+            if step not in self._slots:
+                message = f"kind `{name}` does not fill the slot `{step}`"
+                self.problems.add("SPEC005", message, ("kinds", name), key=True, help=f"add `{step}: ENTRY`")
+
+
+def _names(steps: list) -> set[str]:
+    found: set[str] = set()
+    for step in steps:
+        if isinstance(step, str):
+            found.add(step)
+        elif isinstance(step, models.SumStep):
+            found |= {name for branch in step.sum for name in _names(branch)}
+    return found
+
+
+def _kind_of(model: models.SpecModel, slots: dict[str, str]) -> str:
+    return next(name for name, kind in model.kinds.items() if kind is slots)
+
+
+def _effects(section: str, part: object) -> str | None:
+    if section == "gdn":
+        return "reads and writes its state"
+    if section == "attention":
+        return "reads the K/V pages of an earlier layer" if part.kv_of else "writes K/V pages"  # type: ignore[attr-defined]
+    return None
+
+
+def _role(name: str) -> str:
+    return name.replace(".", "_").replace("*", "x")
+
+
+def _d(code: str) -> str:
+    return code.replace("dims.", "d.")
+
+
+def _dotted(path: SpecPath) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+
+
+def _shown(width: str) -> str:
+    return f"`{width.replace('dims.', '')}`"

@@ -1,0 +1,191 @@
+"""Spec -> Architecture: names settled, numbers turned into code, weights listed, every rule of meaning checked."""
+
+from __future__ import annotations
+
+from flexgen.ir import architecture as ir
+from flexgen.ir.block import Block
+from flexgen.ir.parts import Parts
+from flexgen.ir.problems import Problems
+from flexgen.ir.schedule import schedule
+from flexgen.ir.scope import Scope
+from flexgen.spec import models
+from flexgen.spec.load import Spec
+
+
+def resolve(spec: Spec) -> ir.Architecture:
+    """The architecture of a spec. Raises SpecError with every problem of meaning."""
+    return _Resolver(spec).architecture()
+
+
+class _Resolver:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.model = spec.model
+        self.problems = Problems(spec)
+        self.scope = Scope(self.problems, self.model.dims)
+        self.parts = Parts(self.model, self.scope, self.problems)
+        self.block = Block(self.model, self.parts, self.scope, self.problems)
+
+    def architecture(self) -> ir.Architecture:
+        model, parts = self.model, self.parts
+        kinds = tuple(self.block.layer(name) for name in model.kinds)
+        block_rows = tuple(self.block.rows.values())
+        inputs, input_rows = [], []
+        for name, entry in model.layer_inputs.items():
+            inputs.append(self.block.layer_input(name, entry))
+            input_rows += self.block.rows.values()
+        embedding, embedding_row = self._embedding()
+        head, head_rows = self._head(embedding_row)
+        rules = schedule(model, self.scope, self.problems)
+        ropes = self._ropes()
+        self._check_unused(kinds)
+        dims = self.scope.dims()
+        self.problems.raise_if_any()
+        tables, kinds = _shared_tables(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)), kinds)
+        return ir.Architecture(
+            name=model.name,
+            summary=model.summary,
+            source=f"specs/{model.name}.yaml",
+            checkpoint=self._checkpoint(),
+            dims=dims,
+            ropes=ropes,
+            attentions=tuple(parts.built("attention")),
+            gdns=tuple(parts.built("gdn")),
+            mlps=tuple(parts.built("mlp")),
+            moes=tuple(parts.built("moe")),
+            layer_inputs=tuple(inputs),
+            kinds=kinds,
+            schedule=rules,
+            embedding=embedding,
+            embedding_scale=None if model.embedding.scale == "1" else embedding.value,
+            embedding_scale_rounded=model.embedding.scale_dtype == "model",
+            head=head,
+            tables=tables,
+            merges=_merges(tables, self.model),
+            tiny=model.tiny,
+        )
+
+    # ------------------------------------------------------------ ends of the model
+
+    def _embedding(self) -> tuple[ir.Statement, ir.Row]:
+        entry = self.model.embedding
+        role = entry.weight.replace(".", "_")
+        row = ir.Row(role, ("d.vocab", "d.hidden"), ((f"{entry.weight}.weight", "d.vocab"),))
+        scale = None
+        if entry.scale != "1":
+            scale = self.scope.code(entry.scale, ("embedding", "scale"), "float")
+            scale = f"rounded({scale}, w.{role}.dtype)" if entry.scale_dtype == "model" else scale
+        elif entry.scale_dtype == "model":
+            help = "remove it, or give a `scale`"
+            self.problems.add("SPEC010", "`scale_dtype` has no effect without a scale", ("embedding", "scale_dtype"), key=True, help=help)
+        return ir.Statement("embed", "x_TD", "ids_T", "embedding", weight=f"w.{role}", value=scale, comment=entry.why), row
+
+    def _head(self, embedding: ir.Row) -> tuple[ir.Head, list[ir.Row]]:
+        entry = self.model.head
+        rows = []
+        norm_role = (entry.norm.weight or "").replace(".", "_")
+        call = self.parts.norm(entry.norm.norm, ("head", "norm", "norm"), f"w.{norm_role}")
+        if self.parts.has_gain(entry.norm.norm):
+            if entry.norm.weight is None:
+                message = f"the norm `{entry.norm.norm}` has a gain, and this step names no weight"
+                self.problems.add("SPEC019", message, ("head", "norm"), key=True)
+            rows.append(ir.Row(norm_role, ("d.hidden",), ((f"{entry.norm.weight}.weight", "d.hidden"),)))
+        role = entry.weight.replace(".", "_")
+        tied = self.scope.flag(entry.tied, ("head", "tied"), prefix="d")
+        same = {} if tied is False else {"same_as": embedding.role, "same_when": None if tied is True else str(tied)}
+        rows.append(ir.Row(role, ("d.vocab", "d.hidden"), ((f"{entry.weight}.weight", "d.vocab"),), **same))
+        softcap = self.scope.optional(entry.softcap, ("head", "softcap"))
+        return ir.Head(call or ir.NormCall("rms_norm", "None", "0"), f"w.{role}", softcap), rows
+
+    def _ropes(self) -> tuple[ir.Rope, ...]:
+        found = []
+        for name, entry in self.model.ropes.items():
+            users = [a for a in self.parts.built("attention") if a.rope == name]
+            widths = {a.head_dim for a in users}
+            if len(widths) > 1:
+                message = f"rope `{name}` serves heads of different widths"
+                self.problems.add("SPEC017", message, ("ropes", name), key=True, help="define one rope a width")
+            if users:
+                width = users[0].head_dim.replace("dims.", "")
+                path = f"ropes.{name}"
+                found.append(ir.Rope(_rope_field(name), entry.parameters, tuple(entry.types), width, path, entry.why))
+        return tuple(found)
+
+    def _checkpoint(self) -> ir.Checkpoint:
+        entry = self.model.checkpoint
+        entries = [self.model.attention[a.name] for a in self.parts.built("attention")]
+        skip = [*entry.skip, *(f"{self.parts.layers}{name}" for a in entries for name in a.skip)]
+        by = next((rule.by for rule in self.model.schedule if rule.by), None)
+        return ir.Checkpoint(
+            tuple(entry.model_types), entry.text_config, tuple(entry.prefix), tuple(dict.fromkeys(skip)),
+            entry.defaults, entry.require, tuple(entry.ignore), by,
+        )
+
+    # ------------------------------------------------------------ tables
+
+    def _tables(self, block_rows: tuple[ir.Row, ...], model_rows: tuple[ir.Row, ...]) -> list[ir.WeightTable]:
+        parts = [part.table for section in ("attention", "gdn", "mlp", "moe") for part in self.parts.built(section)]
+        fp32 = self.model.checkpoint.fp32
+        tables = [
+            ir.WeightTable("model_weights", model_rows, "embedding, head"),
+            ir.WeightTable("block_weights", block_rows, "block"),
+            *parts,
+        ]
+        return [ir.WeightTable(t.function, tuple(_fp32(row, fp32) for row in t.rows), t.path) for t in tables]
+
+    def _check_unused(self, kinds: tuple[ir.Kind, ...]) -> None:
+        for section in ("norms", "ropes", "attention", "gdn", "mlp", "moe"):
+            for name in getattr(self.model, section):
+                if (section, name) not in self.parts.used:
+                    message = f"`{name}` is used by nothing in {self.model.name}"
+                    self.problems.add("SPEC010", message, (section, name), key=True, help="use it or remove it")
+        inputs = {name for kind in kinds for name in kind.inputs}
+        for name in self.model.layer_inputs:
+            if name not in inputs:
+                message = f"`{name}` is used by nothing in {self.model.name}"
+                self.problems.add("SPEC010", message, ("layer_inputs", name), key=True, help="multiply by it: `{times: …}`")
+
+
+def _rope_field(name: str) -> str:
+    return name if name == "rope" else f"{name}_rope"
+
+
+def _fp32(row: ir.Row, patterns: list[str]) -> ir.Row:
+    names = {name for name, _ in row.parts}
+    keep = any(pattern in names or f"layers.*.{pattern}" in names for pattern in patterns)
+    return ir.Row(**{**row.__dict__, "fp32": True}) if keep else row
+
+
+def _shared_tables(
+    tables: list[ir.WeightTable], kinds: tuple[ir.Kind, ...]
+) -> tuple[tuple[ir.WeightTable, ...], tuple[ir.Kind, ...]]:
+    """Entries with equal rows share the first one's table."""
+    first: dict[tuple[ir.Row, ...], str] = {}
+    renamed = {table.function: first.setdefault(table.rows, table.function) for table in tables}
+    kept = tuple(table for table in tables if renamed[table.function] == table.function)
+    block = ("block_weights",)
+    merged = tuple(
+        ir.Kind(**{**kind.__dict__, "tables": (*block, *(renamed[table] for table in kind.tables))}) for kind in kinds
+    )
+    return kept, merged
+
+
+def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tuple[ir.MergeRole, ...]:
+    """The weights that adapters may change: linear modules, and stacked experts."""
+    found: dict[str, ir.MergeRole] = {}
+    orders = {f'"layers.*.{layout.stacked}"': layout for moe in model.moe.values() for layouts in (moe.gate_up, moe.down)
+              for layout in layouts if isinstance(layout, models.StackedLayout)}
+    for table in tables:
+        for row in table.rows:
+            if row.layouts:
+                name = next(item for item in row.layouts if item.startswith("Stacked("))[len("Stacked(") :].split(",")[0].rstrip(")")
+                layout = orders[name]
+                module = name.strip('"').removeprefix("layers.*.")
+                found[row.role] = ir.MergeRole(
+                    row.role, module=module, transpose=layout.axes[1:] == ["in", "out"], interleaved=layout.order == "interleaved",
+                    path=table.path,
+                )
+            elif len(row.shape) == 2 and not row.role.endswith("_router"):
+                parts = tuple((name.removeprefix("layers.*.").removesuffix(".weight"), rows) for name, rows in row.parts)
+                found.setdefault(row.role, ir.MergeRole(row.role, parts=parts, path=table.path))
+    return tuple(found.values())

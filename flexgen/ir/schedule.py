@@ -1,0 +1,84 @@
+"""Lowers the schedule's rules to calls of the runtime's selectors, and checks that every layer can get a kind."""
+
+from __future__ import annotations
+
+from flexgen.ir import architecture as ir
+from flexgen.ir.problems import Problems
+from flexgen.ir.scope import Scope
+from flexgen.spec import models
+from flexgen.spec.diagnostics import SpecPath
+
+SELECTORS = ("all", "pattern", "every", "first", "last", "from", "at", "by")
+
+
+def schedule(model: models.SpecModel, scope: Scope, problems: Problems) -> tuple[ir.ScheduleRule, ...]:
+    """The rules as code, in order."""
+    rules = [_rule(rule, ("schedule", index), model, scope, problems) for index, rule in enumerate(model.schedule)]
+    used = {name for rule in model.schedule for name in _kinds_of(rule)}
+    for name in model.kinds:
+        if name not in used:
+            message = f"kind `{name}` is chosen by no rule of the schedule"
+            problems.add("SPEC010", message, ("kinds", name), key=True, help="schedule it or remove it")
+    if not any((rule.all or rule.pattern or rule.by) and not rule.when for rule in model.schedule):
+        help = "begin with `{all: true, kind: KIND}`"
+        problems.add("SPEC014", "no rule of the schedule reaches every layer", ("schedule",), key=True, help=help)
+    return tuple(rule for rule in rules if rule is not None)
+
+
+def _kinds_of(rule: models.Rule) -> list[str]:
+    return [*(rule.pattern or ()), *([rule.kind] if rule.kind else []), *(rule.kinds or {}).values()]
+
+
+def _rule(
+    rule: models.Rule, path: SpecPath, model: models.SpecModel, scope: Scope, problems: Problems
+) -> ir.ScheduleRule | None:
+    given = [s for s in SELECTORS if getattr(rule, "from_" if s == "from" else s) is not None]
+    if len(given) != 1:
+        found = " and ".join(f"`{s}`" for s in given) or "none"
+        help = f"one of {', '.join(SELECTORS)}"
+        problems.add("SPEC005", f"a rule takes exactly one selector, found {found}", path, help=help)
+        return None
+    selector = given[0]
+    if not _check_target(rule, selector, path, problems):
+        return None
+    for field, names in (("pattern", rule.pattern or ()), ("kind", [rule.kind] if rule.kind else [])):
+        for index, name in enumerate(names):
+            if name not in model.kinds:
+                at = (*path, field, index) if field == "pattern" else (*path, field)
+                problems.unknown("kind", name, model.kinds, at, "SPEC013")
+    for key, name in (rule.kinds or {}).items():
+        if name not in model.kinds:
+            problems.unknown("kind", name, model.kinds, (*path, "kinds", key), "SPEC013")
+        if selector != "by" and key not in model.kinds:
+            problems.unknown("kind", key, model.kinds, (*path, "kinds", key), "SPEC013")
+    target = f'"{rule.kind}"' if rule.kind else _mapping(rule.kinds or {})
+    when = None if rule.when is None else f'config.optional("{rule.when}")'
+    name = f"schedule.{'since' if selector == 'from' else 'everywhere' if selector == 'all' else selector}"
+    where = f"schedule[{path[-1]}]"
+    if selector == "all":
+        return ir.ScheduleRule(name, target, "", when, where, rule.why)
+    if selector == "pattern":
+        kinds = "".join(f'"{kind}", ' for kind in rule.pattern or ())
+        return ir.ScheduleRule(name, f"({kinds.rstrip(', ') if len(rule.pattern or ()) > 1 else kinds.rstrip()})", "", when, where, rule.why)
+    if selector in ("at", "by"):
+        argument = f'config.optional("{getattr(rule, selector)}")'
+    else:
+        argument = scope.field(getattr(rule, "from_" if selector == "from" else selector), (*path, selector))
+    return ir.ScheduleRule(name, argument, target, when, where, rule.why)
+
+
+def _check_target(rule: models.Rule, selector: str, path: SpecPath, problems: Problems) -> bool:
+    wanted = {"pattern": (False, False), "by": (False, True)}.get(selector)
+    has = (rule.kind is not None, rule.kinds is not None)
+    if wanted is None and has in ((True, False), (False, True)):
+        return True
+    if wanted == has:
+        return True
+    help = {"pattern": "the pattern itself names the kinds", "by": "give `kinds: {VALUE: KIND}`"}.get(selector)
+    message = f"`{selector}` does not go with {'both' if all(has) else 'neither' if not any(has) else 'this one'} of `kind` and `kinds`"
+    problems.add("SPEC005", message, path, help=help or "give `kind: KIND`, or `kinds: {BEFORE: AFTER}`")
+    return False
+
+
+def _mapping(kinds: dict[str, str]) -> str:
+    return "{" + ", ".join(f'"{key}": "{value}"' for key, value in kinds.items()) + "}"
