@@ -119,5 +119,5 @@ def test_bind_refuses(parameters, message):
 
 
 def test_bind_refuses_a_type_that_the_spec_does_not_allow():
-    with pytest.raises(ConfigError, match="linear.*this spec allows default, yarn"):
+    with pytest.raises(ConfigError, match=r"linear.*this spec allows default, yarn"):
         bind({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, types=("default", "yarn"))

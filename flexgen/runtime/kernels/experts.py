@@ -1,0 +1,254 @@
+"""Routed expert MLPs in Triton for decode sizes: every chosen expert's weights are read once.
+
+Three launches. Routes (a token's choice of an expert) are sorted by expert and cut into blocks of BLOCK_M of one expert.
+Then two grouped matrix products: gate and up with their activation, and down times the routing weight. The last one writes
+each route's own fp32 row, so sums keep one order; the caller adds a token's K rows, which the compiler fuses with what
+follows. How many blocks there are is bounded by shapes; blocks beyond the data return at once.
+
+Shape suffixes: T tokens, D model width, I inner width, E experts, K experts of a token, M = T K routes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen.runtime.kernels.launch import processors
+
+_BLOCK_K = 128
+
+
+@triton.jit
+def _sort_kernel(  # noqa: ANN202
+    experts, order, block_expert, block_start, block_rows, routes, count, blocks,  # noqa: ANN001
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One program an expert: its routes in order, its blocks, and a share of the idle blocks."""
+    expert = tl.program_id(0)
+    route = tl.arange(0, BLOCK_R)
+    ids = tl.load(experts + route, mask=route < routes, other=count).to(tl.int32)
+    mine = (ids == expert).to(tl.int32)
+    before = tl.sum((ids < expert).to(tl.int32), 0)
+    rows = tl.sum(mine, 0)
+    tl.store(order + before + tl.cumsum(mine, 0) - 1, route, mask=mine > 0)
+
+    e = tl.arange(0, BLOCK_E)
+    of_expert = tl.where(e < count, tl.cdiv(tl.histogram(ids, BLOCK_E), BLOCK_M), 0)
+    first = tl.sum(tl.where(e < expert, of_expert, 0), 0)
+    for n in range(0, tl.cdiv(rows, BLOCK_M)):
+        tl.store(block_expert + first + n, expert)
+        tl.store(block_start + first + n, before + n * BLOCK_M)
+        tl.store(block_rows + first + n, tl.minimum(rows - n * BLOCK_M, BLOCK_M))
+    for idle in range(tl.sum(of_expert, 0) + expert, blocks, count):
+        tl.store(block_rows + idle, 0)
+
+
+@triton.jit
+def _activate(gate, ACT: tl.constexpr, ALPHA: tl.constexpr):  # noqa: ANN001, ANN202
+    if ALPHA is not None:
+        return gate * tl.sigmoid(ALPHA * gate)
+    elif ACT == "silu":
+        return gate * tl.sigmoid(gate)
+    elif ACT == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2.0 * inner)
+    else:
+        tl.static_assert(ACT == "relu", "unknown activation")
+        return tl.maximum(gate, 0.0)
+
+
+@triton.jit
+def _gate_up_kernel(  # noqa: ANN202
+    x, weight, bias, hidden, experts, order, block_expert, block_start, block_rows,  # noqa: ANN001
+    x_t, weight_e, weight_in, weight_out, bias_e,  # noqa: ANN001
+    WIDTH: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, SORTED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """hidden[block rows, BLOCK_N columns] = gated(x @ gate, x @ up), rows in sorted order."""
+    block = tl.program_id(1)
+    start, rows = block, 1
+    if SORTED:
+        rows = tl.load(block_rows + block)
+        if rows == 0:
+            return
+        start = tl.load(block_start + block)
+        expert = tl.load(block_expert + block).to(tl.int64)
+    else:
+        expert = tl.load(experts + block).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    if SORTED:
+        token = tl.load(order + start + m, mask=m < rows, other=0) // CHOICES
+    else:
+        token = (start + m * 0) // CHOICES
+    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+    weight += expert * weight_e
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+    for at in range(0, WIDTH, BLOCK_K):
+        live_k = at + k < WIDTH
+        x_mk = tl.load(
+            x + token[:, None].to(tl.int64) * x_t + at + k[None, :], mask=(m < rows)[:, None] & live_k[None, :], other=0.0
+        )
+        if INTERLEAVED:
+            w_kn = tl.load(
+                weight + (at + k)[:, None] * weight_in + pair[None, :] * weight_out,
+                mask=live_k[:, None] & (pair < 2 * INNER)[None, :], other=0.0,
+            )  # fmt: skip
+            both = tl.dot(x_mk, w_kn, both, input_precision="ieee")
+        else:
+            mask = live_k[:, None] & (n < INNER)[None, :]
+            from_gate = weight + (at + k)[:, None] * weight_in + n[None, :] * weight_out
+            gate = tl.dot(x_mk, tl.load(from_gate, mask=mask, other=0.0), gate, input_precision="ieee")
+            from_up = from_gate + INNER * weight_out
+            up = tl.dot(x_mk, tl.load(from_up, mask=mask, other=0.0), up, input_precision="ieee")
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    if BIAS:
+        bias += expert * bias_e
+        first = 2 * n if INTERLEAVED else n
+        second = 2 * n + 1 if INTERLEAVED else n + INNER
+        gate += tl.load(bias + first, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + second, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    h_mn = (up + UP_OFFSET) * _activate(gate, ACT, ALPHA)
+    to = hidden + (start + m)[:, None].to(tl.int64) * INNER + n[None, :]
+    tl.store(to, h_mn.to(hidden.dtype.element_ty), mask=(m < rows)[:, None] & (n < INNER)[None, :])
+
+
+@triton.jit
+def _down_kernel(  # noqa: ANN202
+    hidden, weight, bias, scale, out, experts, order, block_expert, block_start, block_rows,  # noqa: ANN001
+    weight_e, weight_in, weight_out, bias_e,  # noqa: ANN001
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[route, BLOCK_N columns] = routing weight * (hidden @ down), rows back in the order of the routes."""
+    block = tl.program_id(1)
+    start, rows = block, 1
+    if SORTED:
+        rows = tl.load(block_rows + block)
+        if rows == 0:
+            return
+        start = tl.load(block_start + block)
+        expert = tl.load(block_expert + block).to(tl.int64)
+    else:
+        expert = tl.load(experts + block).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    if SORTED:
+        route = tl.load(order + start + m, mask=m < rows, other=0)
+    else:
+        route = start + m * 0
+    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight += expert * weight_e
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in range(0, INNER, BLOCK_K):
+        live_k = at + k < INNER
+        from_hidden = hidden + (start + m)[:, None].to(tl.int64) * INNER + at + k[None, :]
+        h_mk = tl.load(from_hidden, mask=(m < rows)[:, None] & live_k[None, :], other=0.0)
+        from_weight = weight + (at + k)[:, None] * weight_in + n[None, :] * weight_out
+        w_kn = tl.load(from_weight, mask=live_k[:, None] & (n < WIDTH)[None, :], other=0.0)
+        sums = tl.dot(h_mk, w_kn, sums, input_precision="ieee")
+    if BIAS:
+        sums += tl.load(bias + expert * bias_e + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+    sums *= tl.load(scale + route, mask=m < rows, other=0.0).to(tl.float32)[:, None]
+    to = out + route[:, None].to(tl.int64) * WIDTH + n[None, :]
+    tl.store(to, sums, mask=(m < rows)[:, None] & (n < WIDTH)[None, :])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Block sizes of one call: BLOCK_M routes of one expert, at most `blocks` of them, and columns of each product."""
+
+    block_m: int
+    blocks: int
+    gate_up_n: int
+    down_n: int
+
+    @staticmethod
+    def of(tokens: int, choices: int, count: int, width: int, inner: int, device: torch.device) -> Launch:
+        """From shapes alone: blocks that hold an average expert's routes, and columns that still fill the device."""
+        routes = tokens * choices
+        per_expert = routes / count
+        block_m = 16 if per_expert <= 12 or tokens <= 16 else 32 if per_expert <= 24 else 64
+        blocks = min(routes, routes // block_m + min(count, routes))
+
+        def columns(size: int) -> int:
+            enough = 2 * processors(device)
+            return next((n for n in (64, 32) if triton.cdiv(size, n) * blocks >= enough), 16)
+
+        return Launch(block_m, blocks, columns(inner), columns(width))
+
+
+def _strides(weight: Tensor, layout: str) -> tuple[int, int, int]:
+    """Strides of expert, input and output."""
+    first, second, third = weight.stride()
+    return (first, third, second) if layout == "out_in" else (first, second, third)
+
+
+def weighted_routes(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    act: str,
+    layout: str,
+    interleaved: bool,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    alpha: float | None,
+    limit: float | None,
+    up_offset: float,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Each route's expert output times its routing weight: (T, K, D) fp32. Arguments as in `moe.experts`."""
+    (tokens, choices), width, count = experts_TK.shape, x_TD.shape[1], gate_up.shape[0]
+    inner, routes = down.shape[2 if layout == "out_in" else 1], tokens * choices
+    launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device)
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    experts_TK, weights_TK = experts_TK.contiguous(), weights_TK.contiguous()
+    is_sorted = tokens > 1
+    order, *of_block = _sort(experts_TK, count, launch) if is_sorted else (experts_TK,) * 4
+    hidden = x_TD.new_empty((routes, inner))
+    out = x_TD.new_empty((tokens, choices, width), dtype=torch.float32)
+    shared = {"WIDTH": width, "INNER": inner, "SORTED": is_sorted, "BLOCK_M": launch.block_m, "BLOCK_K": _BLOCK_K}
+    _gate_up_kernel[(triton.cdiv(inner, launch.gate_up_n), launch.blocks)](
+        x_TD, gate_up, x_TD if gate_up_bias is None else gate_up_bias, hidden, experts_TK, order, *of_block,
+        x_TD.stride(0), *_strides(gate_up, layout), 0 if gate_up_bias is None else gate_up_bias.stride(0),
+        **shared, CHOICES=choices, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, BLOCK_N=launch.gate_up_n,
+        ACT=act, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
+        num_warps=4, num_stages=4 if launch.gate_up_n <= 32 else 3,
+    )  # fmt: skip
+    _down_kernel[(triton.cdiv(width, launch.down_n), launch.blocks)](
+        hidden, down, x_TD if down_bias is None else down_bias, weights_TK, out, experts_TK, order, *of_block,
+        *_strides(down, layout), 0 if down_bias is None else down_bias.stride(0),
+        **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Routes by expert, and each block's expert, first place in that order, and number of routes."""
+    routes = experts_TK.numel()
+    order = experts_TK.new_empty(routes, dtype=torch.int32)
+    of_block = experts_TK.new_empty((3, launch.blocks), dtype=torch.int32)
+    _sort_kernel[(count,)](
+        experts_TK, order, *of_block, routes, count, launch.blocks,
+        BLOCK_M=launch.block_m, BLOCK_R=triton.next_power_of_2(routes), BLOCK_E=triton.next_power_of_2(count + 1),
+        num_warps=4,
+    )  # fmt: skip
+    return (order, *of_block)
