@@ -77,6 +77,7 @@ class Weight:
     layouts: tuple[ExpertLayout, ...] = ()
     fp32: bool = False
     same_as: str | None = None
+    present: bool = True
 
 
 @dataclass(frozen=True)

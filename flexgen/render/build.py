@@ -1,0 +1,90 @@
+"""Writes generated packages: all or nothing, only what changed, orphans removed, hand edits noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Change = Literal["MISSING", "CHANGED", "EXTRA", "HAND-EDITED"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One file of a package that is not what its spec makes."""
+
+    change: Change
+    path: Path
+
+
+def compare(folder: Path, files: dict[str, str]) -> list[Difference]:
+    """How a package on disk differs from what its spec makes now."""
+    hashes = _recorded(folder)
+    found: list[Difference] = []
+    for name, text in files.items():
+        path = folder / name
+        if not path.exists():
+            found.append(Difference("MISSING", path))
+        elif path.read_bytes().replace(b"\r\n", b"\n") != text.encode():
+            edited = name in hashes and hashes[name] != _hash(path)
+            found.append(Difference("HAND-EDITED" if edited else "CHANGED", path))
+    known = set(files)
+    extra = sorted(p for p in folder.glob("*") if p.is_file() and p.name not in known) if folder.exists() else []
+    return found + [Difference("EXTRA", path) for path in extra]
+
+
+def write(folder: Path, files: dict[str, str]) -> list[Path]:
+    """Make a package what its spec makes. -> the files written or removed.
+
+    The new package is made beside the old one and swapped in by renames, so a reader finds one or the other whole.
+    Files that the old manifest names and the spec no longer makes are removed; anything else is left alone.
+    """
+    changed = [d.path for d in compare(folder, files) if d.change != "EXTRA"]
+    orphans = [folder / name for name in _recorded(folder) if name not in files and (folder / name).exists()]
+    if not changed and not orphans:
+        return []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        if folder.exists():
+            shutil.copytree(folder, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        for orphan in orphans:
+            (staging / orphan.name).unlink()
+        for name, text in files.items():
+            target = staging / name
+            if not target.exists() or target.read_bytes() != text.encode():
+                target.write_bytes(text.encode())
+        staging.chmod(0o755)
+        _swap(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return changed + orphans
+
+
+def _swap(staging: Path, folder: Path) -> None:
+    if not folder.exists():
+        os.rename(staging, folder)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) / "old"
+    os.rename(folder, retired)
+    os.rename(staging, folder)
+    shutil.rmtree(retired.parent, ignore_errors=True)
+
+
+def _recorded(folder: Path) -> dict[str, str]:
+    path = folder / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text())["files"]
+    except (json.JSONDecodeError, KeyError):
+        return {}
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

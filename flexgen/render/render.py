@@ -1,0 +1,157 @@
+"""Architecture + templates -> the files of a generated package, in memory, linted."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+
+from flexgen.assets import root
+from flexgen.errors import FlexError
+from flexgen.ir.architecture import Architecture
+from flexgen.render.lint import lint
+
+ABI = 1
+"""The ABI that the templates target; `flexgen.runtime.abi.ABI` must equal it (tested)."""
+
+FILES = ("attention.py", "merge.py", "walker.py")
+
+
+class RenderError(FlexError):
+    """A template that cannot be rendered, or rendered something wrong: our bug or a broken template, never the spec's."""
+
+
+def render(architecture: Architecture, templates: Path | None = None) -> dict[str, str]:
+    """All files of the package by name, manifest included. Raises RenderError naming template, line and spec."""
+    folder = templates or root("templates")
+    files = {}
+    for name in FILES:
+        files[name] = _render_file(architecture, name, folder)
+    files["manifest.json"] = manifest(architecture, files)
+    return files
+
+
+def manifest(architecture: Architecture, files: dict[str, str]) -> str:
+    """What the runtime reads before it imports the package: which checkpoints it serves, and each file's hash."""
+    checkpoint = architecture.checkpoint
+    content = {
+        "name": architecture.name,
+        "abi": ABI,
+        "source": architecture.source,
+        "digest": hashlib.sha256(repr(architecture).encode()).hexdigest(),
+        "model_types": checkpoint.model_types,
+        "text_config": checkpoint.text_config,
+        "defaults": checkpoint.defaults,
+        "require": checkpoint.require,
+        "files": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(files.items())},
+    }
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _render_file(architecture: Architecture, name: str, folder: Path) -> str:
+    environment = _environment(folder)
+    mixers = [part.function for part in (*architecture.attentions, *architecture.gdns)]
+    body = ""
+
+    def names(candidates: str | list[str]) -> str:
+        listed = candidates.split() if isinstance(candidates, str) else candidates
+        return ", ".join(sorted(n for n in listed if re.search(rf"\b{n}\b", body)))
+
+    context: dict[str, Any] = {
+        "arch": architecture,
+        "abi": ABI,
+        "mixer_names": mixers,
+        "kind_inputs": [entry.name for entry in architecture.layer_inputs],
+        "names": names,
+        "uses": lambda text: re.search(rf"(?<![\w.]){re.escape(text)}", body) is not None,
+    }
+    try:
+        template = environment.get_template(f"{name}.j2")
+        first = template.render(context)
+        body = "\n".join(line for line in first.split("\n") if not line.startswith(("from ", "import ")))
+        text = template.render(context)
+    except TemplateSyntaxError as error:
+        raise RenderError(f"{error.name}:{error.lineno}: {error.message} (rendering {architecture.source})") from None
+    except TemplateError as error:
+        line = _template_line(error, folder)
+        raise RenderError(f"{line}: {error.message} (rendering {architecture.source})") from None
+    text = _tidy(text)
+    problems = lint(text)
+    if problems:
+        raise RenderError(f"generated/{architecture.name}/{name} is wrong:\n" + "\n".join(problems))
+    return text
+
+
+def _template_line(error: BaseException, folder: Path) -> str:
+    """The innermost template line of a rendering error."""
+    found = "templates"
+    trace = error.__traceback__
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if filename.startswith(str(folder)):
+            found = f"templates/{Path(filename).relative_to(folder)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _tidy(text: str) -> str:
+    """One blank line between statements, two around definitions, no trailing spaces."""
+    lines = [line.rstrip() for line in text.split("\n")]
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n") + "\n"
+
+
+# ---------------------------------------------------------------- filters
+
+
+def _environment(folder: Path) -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(folder), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )
+    environment.filters.update(
+        tuple=_tuple,
+        literal=_literal,
+        comment=lambda text: f"  # {' '.join(str(text).split())}" if text else "",
+        given=lambda items: [item for item in items if item],
+        named=lambda code, name: f"{name}={code}" if code else None,
+        keyword=lambda code, name: f", {name}={code}" if code else "",
+        code_tuple=lambda items: f"({', '.join(items)}{',' if len(items) == 1 else ''})",
+        bias=lambda code: "" if code == "None" else f", {code}",
+        times=lambda code: f" * {_operand(code)}" if code else "",
+        operand=_operand,
+        concat=lambda first, second: [*first, *second],
+        d=lambda code: code.replace("dims.", "d."),
+    )
+    return environment
+
+
+def _tuple(items: Iterable[object]) -> str:
+    listed = [_literal(item) for item in items]
+    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
+
+
+def _literal(value: object) -> str:
+    """A value of the spec as a Python literal with double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool | type(None) | int):
+        return repr(value)
+    if isinstance(value, float):
+        return getattr(value, "text", None) or repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    raise TypeError(f"no literal for {type(value).__name__}")
+
+
+def _operand(code: str) -> str:
+    """Code as an operand of `*`: a quotient or sum in parentheses."""
+    node = ast.parse(code, mode="eval").body
+    return f"({code})" if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Pow) else code

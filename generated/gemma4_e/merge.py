@@ -1,0 +1,163 @@
+# Generated from specs/gemma4_e.yaml. Do not edit: change the spec or the templates,
+# then run `flexgen build specs/gemma4_e.yaml`.
+"""Where adapters of gemma4_e land. Every merge starts from the pristine base and writes `out`.
+
+Each function returns how many tensors it changed, so that a merge that does nothing cannot pass for one that did.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flexgen.runtime.lora import Deltas, merge_rows
+
+if TYPE_CHECKING:
+    from .walker import Dims
+
+# module of an adapter -> the weight that holds it
+LORA: dict[str, str] = {
+    "embed_tokens": "embed_tokens",
+    "per_layer_model_projection": "per_layer_model_projection",
+    "embed_tokens_per_layer": "embed_tokens_per_layer",
+    "lm_head": "lm_head",
+    "per_layer_input_gate": "per_layer_input_gate",
+    "per_layer_projection": "per_layer_projection",
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "self_attn.q_proj": "q",
+    "mlp.gate_proj": "mlp_gate_up",
+    "mlp.up_proj": "mlp_gate_up",
+    "mlp.down_proj": "mlp_down",
+    "mlp.gate_proj": "wide_gate_up",
+    "mlp.up_proj": "wide_gate_up",
+    "mlp.down_proj": "wide_down",
+}
+
+
+def merge_embed_tokens(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: embedding, head
+    rows = {
+        "embed_tokens": d.vocab,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_per_layer_model_projection(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: embedding, head
+    rows = {
+        "per_layer_model_projection": d.layers * d.input_size,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_embed_tokens_per_layer(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: embedding, head
+    rows = {
+        "embed_tokens_per_layer": d.input_vocab,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_lm_head(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: embedding, head
+    rows = {
+        "lm_head": d.vocab,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_per_layer_input_gate(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: block
+    rows = {
+        "per_layer_input_gate": d.input_size,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_per_layer_projection(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: block
+    rows = {
+        "per_layer_projection": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: attention.sliding
+    rows = {
+        "self_attn.q_proj": d.heads * d.head_dim,
+        "self_attn.k_proj": d.kv_heads * d.head_dim,
+        "self_attn.v_proj": d.kv_heads * d.head_dim,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: attention.sliding
+    rows = {
+        "self_attn.o_proj": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_q(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: attention.sliding_shared
+    rows = {
+        "self_attn.q_proj": d.heads * d.head_dim,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_mlp_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.mlp
+    rows = {
+        "mlp.gate_proj": d.size,
+        "mlp.up_proj": d.size,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.mlp
+    rows = {
+        "mlp.down_proj": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_wide_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.wide
+    rows = {
+        "mlp.gate_proj": d.wide_size,
+        "mlp.up_proj": d.wide_size,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_wide_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.wide
+    rows = {
+        "mlp.down_proj": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+MERGES = {
+    "embed_tokens": merge_embed_tokens,
+    "per_layer_model_projection": merge_per_layer_model_projection,
+    "embed_tokens_per_layer": merge_embed_tokens_per_layer,
+    "lm_head": merge_lm_head,
+    "per_layer_input_gate": merge_per_layer_input_gate,
+    "per_layer_projection": merge_per_layer_projection,
+    "qkv": merge_qkv,
+    "o": merge_o,
+    "q": merge_q,
+    "mlp_gate_up": merge_mlp_gate_up,
+    "mlp_down": merge_mlp_down,
+    "wide_gate_up": merge_wide_gate_up,
+    "wide_down": merge_wide_down,
+}

@@ -1,0 +1,379 @@
+# Generated from specs/gemma4_moe.yaml. Do not edit: change the spec or the templates,
+# then run `flexgen build specs/gemma4_moe.yaml`.
+"""Gemma 4 with a dense MLP and routed experts in parallel in every layer.
+
+T tokens of one step   D model width   I inner width   E experts   V vocabulary   R rows that want logits
+w the layer's weights, pages and state   d, dims the checkpoint's numbers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexgen.runtime import schedule
+from flexgen.runtime.abi import Layer, Pages, Part, Stacked, State, Step, Weight
+from flexgen.runtime.config import Config
+from flexgen.runtime.moe import experts, renormalise, top_k
+from flexgen.runtime.ops import rms_norm, rounded, softcap
+from flexgen.runtime.rope import Rope
+
+from .attention import full_attention, sliding_attention
+
+ABI = 1
+
+# checkpoint
+MODEL_TYPES = ("gemma4_text", "gemma4")
+TEXT_CONFIG = "text_config"
+PREFIXES = ("model", "model.language_model")
+SKIP = ("model.vision_tower.*", "model.audio_tower.*", "model.embed_vision.*", "model.embed_audio.*")
+DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_k_eq_v": False, "use_double_wide_mlp": False, "global_head_dim": 512, "sliding_window": 512}
+REQUIRE = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": [None, "vision"], "enable_moe_block": True, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+IGNORE = ("vocab_size_per_layer_input",)
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The numbers of one checkpoint."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    full_kv_heads: int
+    full_head_dim: int
+    window: int
+    size: int
+    experts: int
+    top_k: int
+    expert_size: int
+    eps: float
+    attention_bias: bool
+    softcap: float
+    tied: bool
+    sliding_rope: Rope
+    full_rope: Rope
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
+        """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
+        config = Config(
+            raw,
+            model_types=MODEL_TYPES,
+            defaults=DEFAULTS,
+            require=REQUIRE,
+            ignore=(*IGNORE, *ignore),
+            layers_by="layer_types",
+        )
+        vocab = config.int("vocab_size")
+        hidden = config.int("hidden_size")
+        layers = config.int("num_hidden_layers")
+        heads = config.int("num_attention_heads")
+        kv_heads = config.int("num_key_value_heads")
+        head_dim = config.int("head_dim")
+        full_kv_heads = config.int("layers.full_attention.num_key_value_heads", "num_global_key_value_heads", default=kv_heads)
+        full_head_dim = config.int("layers.full_attention.head_dim", "global_head_dim")
+        window = config.int("sliding_window")
+        size = config.int("intermediate_size")
+        experts = config.int("num_experts")
+        top_k = config.int("top_k_experts")
+        expert_size = config.int("moe_intermediate_size")
+        eps = config.float("rms_norm_eps")
+        attention_bias = config.flag("attention_bias")
+        softcap = config.float("final_logit_softcapping", default=0)
+        tied = config.flag("tie_word_embeddings")
+        sliding_rope = config.rope("rope_parameters.sliding_attention", types=("default",), head_dim=head_dim)
+        full_rope = config.rope("rope_parameters.full_attention", types=("proportional",), head_dim=full_head_dim)
+        kinds = config.schedule(
+            layers,
+            (
+                schedule.everywhere("sliding"),
+                schedule.every(6, "full"),
+                schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
+                schedule.last(1, "full"),
+            ),
+        )
+        config.finish()
+        return cls(
+            vocab=vocab,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            full_kv_heads=full_kv_heads,
+            full_head_dim=full_head_dim,
+            window=window,
+            size=size,
+            experts=experts,
+            top_k=top_k,
+            expert_size=expert_size,
+            eps=eps,
+            attention_bias=attention_bias,
+            softcap=softcap,
+            tied=tied,
+            sliding_rope=sliding_rope,
+            full_rope=full_rope,
+            kinds=kinds,
+        )
+
+
+# state: what each entry keeps between steps
+MIXERS: dict[str, tuple[str, ...]] = {
+    "sliding": ("sliding",),
+    "full": ("full",),
+}
+
+
+def state(d: Dims) -> dict[str, State]:
+    """What a layer of each entry keeps."""
+    return {
+        "sliding": Pages(d.kv_heads, d.head_dim, window=d.window),
+        "full": Pages(d.full_kv_heads, d.full_head_dim),
+    }
+
+
+# weights: role, shape, and the tensors of the checkpoint that fill it
+def model_weights(d: Dims) -> list[Weight]:
+    # spec: embedding, head
+    return [
+        Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
+        Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
+        Weight(
+            "lm_head",
+            (d.vocab, d.hidden),
+            (
+                Part("lm_head.weight", d.vocab),
+            ),
+            same_as="embed_tokens" if d.tied else None,
+        ),
+    ]
+
+
+def block_weights(d: Dims) -> list[Weight]:
+    # spec: block
+    return [
+        Weight("input_layernorm", (d.hidden,), (Part("layers.*.input_layernorm.weight", d.hidden),)),
+        Weight("post_attention_layernorm", (d.hidden,), (Part("layers.*.post_attention_layernorm.weight", d.hidden),)),
+        Weight("pre_feedforward_layernorm", (d.hidden,), (Part("layers.*.pre_feedforward_layernorm.weight", d.hidden),)),
+        Weight("post_feedforward_layernorm_1", (d.hidden,), (Part("layers.*.post_feedforward_layernorm_1.weight", d.hidden),)),
+        Weight("pre_feedforward_layernorm_2", (d.hidden,), (Part("layers.*.pre_feedforward_layernorm_2.weight", d.hidden),)),
+        Weight("post_feedforward_layernorm_2", (d.hidden,), (Part("layers.*.post_feedforward_layernorm_2.weight", d.hidden),)),
+        Weight("post_feedforward_layernorm", (d.hidden,), (Part("layers.*.post_feedforward_layernorm.weight", d.hidden),)),
+        Weight("layer_scalar", (1,), (Part("layers.*.layer_scalar", 1),)),
+    ]
+
+
+def sliding_weights(d: Dims) -> list[Weight]:
+    # spec: attention.sliding
+    return [
+        Weight(
+            "qkv",
+            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
+            (
+                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+            ),
+        ),
+        Weight(
+            "qkv_bias",
+            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
+            (
+                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+            ),
+            present=d.attention_bias,
+        ),
+        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
+        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
+        Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
+        Weight("k_norm", (d.head_dim,), (Part("layers.*.self_attn.k_norm.weight", d.head_dim),)),
+    ]
+
+
+def full_weights(d: Dims) -> list[Weight]:
+    # spec: attention.full
+    return [
+        Weight(
+            "qk",
+            (d.heads * d.full_head_dim + d.full_kv_heads * d.full_head_dim, d.hidden),
+            (
+                Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),
+                Part("layers.*.self_attn.k_proj.weight", d.full_kv_heads * d.full_head_dim),
+            ),
+        ),
+        Weight(
+            "qk_bias",
+            (d.heads * d.full_head_dim + d.full_kv_heads * d.full_head_dim,),
+            (
+                Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),
+                Part("layers.*.self_attn.k_proj.bias", d.full_kv_heads * d.full_head_dim),
+            ),
+            present=d.attention_bias,
+        ),
+        Weight("o", (d.hidden, d.heads * d.full_head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
+        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
+        Weight("q_norm", (d.full_head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.full_head_dim),)),
+        Weight("k_norm", (d.full_head_dim,), (Part("layers.*.self_attn.k_norm.weight", d.full_head_dim),)),
+    ]
+
+
+def mlp_weights(d: Dims) -> list[Weight]:
+    # spec: mlp.mlp
+    return [
+        Weight(
+            "mlp_gate_up",
+            (2 * d.size, d.hidden),
+            (
+                Part("layers.*.mlp.gate_proj.weight", d.size),
+                Part("layers.*.mlp.up_proj.weight", d.size),
+            ),
+        ),
+        Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
+    ]
+
+
+def moe_weights(d: Dims) -> list[Weight]:
+    # spec: moe.moe
+    return [
+        Weight("moe_input_gain", (d.hidden,), (Part("layers.*.router.scale", d.hidden),)),
+        Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.router.proj.weight", d.experts),)),
+        Weight("moe_expert_gain", (d.experts,), (Part("layers.*.router.per_expert_scale", d.experts),)),
+        Weight(
+            "moe_gate_up",
+            (d.experts, 2 * d.expert_size, d.hidden),
+            layouts=(
+                Stacked("layers.*.experts.gate_up_proj"),
+            ),
+        ),
+        Weight(
+            "moe_down",
+            (d.experts, d.hidden, d.expert_size),
+            layouts=(
+                Stacked("layers.*.experts.down_proj"),
+            ),
+        ),
+    ]
+
+
+WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
+    "model": (model_weights,),
+    "sliding": (block_weights, sliding_weights, mlp_weights, moe_weights),
+    "full": (block_weights, full_weights, mlp_weights, moe_weights),
+}
+
+
+def mlp(w: Layer, x_TD: Tensor) -> Tensor:
+    # spec: mlp.mlp
+    gate_TI, up_TI = F.linear(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
+    return F.linear(F.gelu(gate_TI, approximate="tanh") * up_TI, w.mlp_down)
+
+
+def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
+    # spec: moe.moe.router
+    h_TD = rms_norm(x_TD, None, dims.eps)
+    h_TD = h_TD * w.moe_input_gain
+    h_TD = h_TD * (1 / math.sqrt(dims.hidden))
+    scores_TE = F.linear(h_TD, w.moe_router)
+    scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k)
+    weights_TK = renormalise(weights_TK, True)
+    weights_TK = weights_TK * w.moe_expert_gain[experts_TK]
+    return weights_TK.float(), experts_TK
+
+
+def moe_experts(w: Layer, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, dims: Dims) -> Tensor:
+    # spec: moe.moe
+    return experts(
+        x_TD,
+        weights_TK,
+        experts_TK,
+        w.moe_gate_up,
+        w.moe_down,
+        act="gelu_tanh",
+        layout="out_in",
+    )
+
+
+def sliding_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
+    h_TD = sliding_attention(w, h_TD, dims, step)  # writes K/V pages
+    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    mlp_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
+    mlp_TD = mlp(w, mlp_TD)
+    mlp_TD = rms_norm(mlp_TD, w.post_feedforward_layernorm_1, dims.eps)
+    moe_TD = rms_norm(x_TD, w.pre_feedforward_layernorm_2, dims.eps)
+    routes = moe_route(w, x_TD, dims)  # reads the stream, not the normed input
+    moe_TD = moe_experts(w, moe_TD, *routes, dims)
+    moe_TD = rms_norm(moe_TD, w.post_feedforward_layernorm_2, dims.eps)
+    h_TD = mlp_TD + moe_TD
+    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
+    x_TD = x_TD + h_TD
+    # spec: block[2]
+    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
+    return x_TD
+
+
+def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
+    h_TD = full_attention(w, h_TD, dims, step)  # the value is the raw key projection, before its norm and rope
+    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    mlp_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
+    mlp_TD = mlp(w, mlp_TD)
+    mlp_TD = rms_norm(mlp_TD, w.post_feedforward_layernorm_1, dims.eps)
+    moe_TD = rms_norm(x_TD, w.pre_feedforward_layernorm_2, dims.eps)
+    routes = moe_route(w, x_TD, dims)  # reads the stream, not the normed input
+    moe_TD = moe_experts(w, moe_TD, *routes, dims)
+    moe_TD = rms_norm(moe_TD, w.post_feedforward_layernorm_2, dims.eps)
+    h_TD = mlp_TD + moe_TD
+    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
+    x_TD = x_TD + h_TD
+    # spec: block[2]
+    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
+    return x_TD
+
+
+LAYERS: dict[str, Callable[..., Tensor]] = {
+    "sliding": sliding_layer,
+    "full": full_layer,
+}
+
+
+class Walker:
+    """The model: embedding, the schedule's layers, head. `run` holds one function a layer, of LAYERS or compiled."""
+
+    def __init__(self, dims: Dims, weights: Layer, layers: list[Layer], run: list[Callable[..., Tensor]]) -> None:
+        self.dims = dims
+        self.weights = weights
+        self.layers = layers
+        self.run = run
+
+    def forward(self, ids_T: Tensor, step: Step) -> Tensor:
+        """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
+        w, dims = self.weights, self.dims
+        x_TD = F.embedding(ids_T, w.embed_tokens) * rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)
+        for layer, run in zip(self.layers, self.run):
+            x_TD = run(layer, x_TD, dims, step)
+        return rms_norm(x_TD, w.norm, dims.eps)
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Hidden states (R, D) to logits (R, V)."""
+        w, dims = self.weights, self.dims
+        return softcap(F.linear(x_RD, w.lm_head), dims.softcap)

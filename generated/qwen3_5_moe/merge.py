@@ -1,0 +1,141 @@
+# Generated from specs/qwen3_5_moe.yaml. Do not edit: change the spec or the templates,
+# then run `flexgen build specs/qwen3_5_moe.yaml`.
+"""Where adapters of qwen3_5_moe land. Every merge starts from the pristine base and writes `out`.
+
+Each function returns how many tensors it changed, so that a merge that does nothing cannot pass for one that did.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flexgen.runtime.lora import Deltas, merge_experts, merge_rows
+
+if TYPE_CHECKING:
+    from .walker import Dims
+
+# module of an adapter -> the weight that holds it
+LORA: dict[str, str] = {
+    "embed_tokens": "embed_tokens",
+    "lm_head": "lm_head",
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "linear_attn.in_proj_qkv": "gdn_in",
+    "linear_attn.in_proj_z": "gdn_in",
+    "linear_attn.in_proj_b": "gdn_in",
+    "linear_attn.in_proj_a": "gdn_in",
+    "linear_attn.out_proj": "gdn_out",
+    "mlp.shared_expert.gate_proj": "shared_gate_up",
+    "mlp.shared_expert.up_proj": "shared_gate_up",
+    "mlp.shared_expert.down_proj": "shared_down",
+    "mlp.shared_expert_gate": "shared_out_gate",
+    "mlp.experts.gate_up_proj": "moe_gate_up",
+    "mlp.experts.down_proj": "moe_down",
+}
+
+
+def merge_embed_tokens(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: embedding, head
+    rows = {
+        "embed_tokens": d.vocab,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_lm_head(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: embedding, head
+    rows = {
+        "lm_head": d.vocab,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: attention.full
+    rows = {
+        "self_attn.q_proj": d.heads * 2 * d.head_dim,
+        "self_attn.k_proj": d.kv_heads * d.head_dim,
+        "self_attn.v_proj": d.kv_heads * d.head_dim,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: attention.full
+    rows = {
+        "self_attn.o_proj": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_gdn_in(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: gdn.gdn
+    rows = {
+        "linear_attn.in_proj_qkv": 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim,
+        "linear_attn.in_proj_z": d.value_heads * d.value_dim,
+        "linear_attn.in_proj_b": d.value_heads,
+        "linear_attn.in_proj_a": d.value_heads,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_gdn_out(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: gdn.gdn
+    rows = {
+        "linear_attn.out_proj": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_shared_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.shared
+    rows = {
+        "mlp.shared_expert.gate_proj": d.shared_size,
+        "mlp.shared_expert.up_proj": d.shared_size,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_shared_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.shared
+    rows = {
+        "mlp.shared_expert.down_proj": d.hidden,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_shared_out_gate(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: mlp.shared
+    rows = {
+        "mlp.shared_expert_gate": 1,
+    }
+    return merge_rows(out, base, rows, deltas)
+
+
+def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: moe.moe
+    return merge_experts(out, base, deltas.get("mlp.experts.gate_up_proj", ()), transposed=False, interleaved=False)
+
+
+def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
+    # spec: moe.moe
+    return merge_experts(out, base, deltas.get("mlp.experts.down_proj", ()), transposed=False, interleaved=False)
+
+
+MERGES = {
+    "embed_tokens": merge_embed_tokens,
+    "lm_head": merge_lm_head,
+    "qkv": merge_qkv,
+    "o": merge_o,
+    "gdn_in": merge_gdn_in,
+    "gdn_out": merge_gdn_out,
+    "shared_gate_up": merge_shared_gate_up,
+    "shared_down": merge_shared_down,
+    "shared_out_gate": merge_shared_out_gate,
+    "moe_gate_up": merge_moe_gate_up,
+    "moe_down": merge_moe_down,
+}

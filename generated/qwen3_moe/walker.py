@@ -1,0 +1,343 @@
+# Generated from specs/qwen3_moe.yaml. Do not edit: change the spec or the templates,
+# then run `flexgen build specs/qwen3_moe.yaml`.
+"""Qwen3 with routed experts in place of the MLP, in all or some of the layers.
+
+T tokens of one step   D model width   I inner width   E experts   V vocabulary   R rows that want logits
+w the layer's weights, pages and state   d, dims the checkpoint's numbers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexgen.runtime import schedule
+from flexgen.runtime.abi import Layer, Pages, Part, PerExpert, Stacked, State, Step, Weight
+from flexgen.runtime.config import Config
+from flexgen.runtime.moe import experts, renormalise, top_k
+from flexgen.runtime.ops import rms_norm_cast_before
+from flexgen.runtime.rope import Rope
+
+from .attention import full_attention, sliding_attention
+
+ABI = 1
+
+# checkpoint
+MODEL_TYPES = ("qwen3_moe",)
+TEXT_CONFIG = None
+PREFIXES = ("model",)
+SKIP = ("layers.*.self_attn.rotary_emb.inv_freq",)
+DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "norm_topk_prob": False, "decoder_sparse_step": 1, "use_sliding_window": False, "rope_parameters": {"rope_theta": 10000.0}}
+REQUIRE = {"hidden_act": "silu"}
+IGNORE = ("max_window_layers",)
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The numbers of one checkpoint."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    size: int
+    experts: int
+    top_k: int
+    expert_size: int
+    renormalise: bool
+    eps: float
+    attention_bias: bool
+    tied: bool
+    rope: Rope
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
+        """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
+        config = Config(
+            raw,
+            model_types=MODEL_TYPES,
+            defaults=DEFAULTS,
+            require=REQUIRE,
+            ignore=(*IGNORE, *ignore),
+            layers_by=None,
+        )
+        vocab = config.int("vocab_size")
+        hidden = config.int("hidden_size")
+        layers = config.int("num_hidden_layers")
+        heads = config.int("num_attention_heads")
+        kv_heads = config.int("num_key_value_heads", default=heads)
+        head_dim = config.int("head_dim", default=hidden // heads)
+        window = config.int("sliding_window", default=0)
+        size = config.int("intermediate_size")
+        experts = config.int("num_local_experts", "num_experts")
+        top_k = config.int("num_experts_per_tok")
+        expert_size = config.int("moe_intermediate_size")
+        renormalise = config.flag("norm_topk_prob")
+        eps = config.float("rms_norm_eps")
+        attention_bias = config.flag("attention_bias")
+        tied = config.flag("tie_word_embeddings")
+        rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=head_dim)
+        kinds = config.schedule(
+            layers,
+            (
+                schedule.everywhere("dense"),
+                schedule.every(config.optional("decoder_sparse_step"), "sparse"),
+                schedule.at(config.optional("mlp_only_layers"), "dense"),
+                schedule.everywhere({"sparse": "sparse_sliding", "dense": "dense_sliding"}, when=config.optional("use_sliding_window")),  # the class has no layer_types: one flag makes every layer slide
+            ),
+        )
+        config.finish()
+        return cls(
+            vocab=vocab,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window=window,
+            size=size,
+            experts=experts,
+            top_k=top_k,
+            expert_size=expert_size,
+            renormalise=renormalise,
+            eps=eps,
+            attention_bias=attention_bias,
+            tied=tied,
+            rope=rope,
+            kinds=kinds,
+        )
+
+
+# state: what each entry keeps between steps
+MIXERS: dict[str, tuple[str, ...]] = {
+    "sparse": ("full",),
+    "dense": ("full",),
+    "sparse_sliding": ("sliding",),
+    "dense_sliding": ("sliding",),
+}
+
+
+def state(d: Dims) -> dict[str, State]:
+    """What a layer of each entry keeps."""
+    return {
+        "full": Pages(d.kv_heads, d.head_dim),
+        "sliding": Pages(d.kv_heads, d.head_dim, window=d.window),
+    }
+
+
+# weights: role, shape, and the tensors of the checkpoint that fill it
+def model_weights(d: Dims) -> list[Weight]:
+    # spec: embedding, head
+    return [
+        Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
+        Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
+        Weight(
+            "lm_head",
+            (d.vocab, d.hidden),
+            (
+                Part("lm_head.weight", d.vocab),
+            ),
+            same_as="embed_tokens" if d.tied else None,
+        ),
+    ]
+
+
+def block_weights(d: Dims) -> list[Weight]:
+    # spec: block
+    return [
+        Weight("input_layernorm", (d.hidden,), (Part("layers.*.input_layernorm.weight", d.hidden),)),
+        Weight("post_attention_layernorm", (d.hidden,), (Part("layers.*.post_attention_layernorm.weight", d.hidden),)),
+    ]
+
+
+def full_weights(d: Dims) -> list[Weight]:
+    # spec: attention.full
+    return [
+        Weight(
+            "qkv",
+            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
+            (
+                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+            ),
+        ),
+        Weight(
+            "qkv_bias",
+            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
+            (
+                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+            ),
+            present=d.attention_bias,
+        ),
+        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
+        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
+        Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
+        Weight("k_norm", (d.head_dim,), (Part("layers.*.self_attn.k_norm.weight", d.head_dim),)),
+    ]
+
+
+def mlp_weights(d: Dims) -> list[Weight]:
+    # spec: mlp.mlp
+    return [
+        Weight(
+            "mlp_gate_up",
+            (2 * d.size, d.hidden),
+            (
+                Part("layers.*.mlp.gate_proj.weight", d.size),
+                Part("layers.*.mlp.up_proj.weight", d.size),
+            ),
+        ),
+        Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
+    ]
+
+
+def moe_weights(d: Dims) -> list[Weight]:
+    # spec: moe.moe
+    return [
+        Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.mlp.gate.weight", d.experts),)),
+        Weight(
+            "moe_gate_up",
+            (d.experts, 2 * d.expert_size, d.hidden),
+            layouts=(
+                Stacked("layers.*.mlp.experts.gate_up_proj"),
+                PerExpert(("layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight")),
+            ),
+        ),
+        Weight(
+            "moe_down",
+            (d.experts, d.hidden, d.expert_size),
+            layouts=(
+                Stacked("layers.*.mlp.experts.down_proj"),
+                PerExpert(("layers.*.mlp.experts.*.down_proj.weight",)),
+            ),
+        ),
+    ]
+
+
+WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
+    "model": (model_weights,),
+    "sparse": (block_weights, full_weights, moe_weights),
+    "dense": (block_weights, full_weights, mlp_weights),
+    "sparse_sliding": (block_weights, full_weights, moe_weights),
+    "dense_sliding": (block_weights, full_weights, mlp_weights),
+}
+
+
+def mlp(w: Layer, x_TD: Tensor) -> Tensor:
+    # spec: mlp.mlp
+    gate_TI, up_TI = F.linear(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate_TI) * up_TI, w.mlp_down)
+
+
+def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
+    # spec: moe.moe.router
+    scores_TE = F.linear(x_TD, w.moe_router)
+    scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k)
+    weights_TK = renormalise(weights_TK, dims.renormalise)
+    return weights_TK.to(x_TD.dtype), experts_TK
+
+
+def moe_experts(w: Layer, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, dims: Dims) -> Tensor:
+    # spec: moe.moe
+    return experts(
+        x_TD,
+        weights_TK,
+        experts_TK,
+        w.moe_gate_up,
+        w.moe_down,
+        act="silu",
+        layout="out_in",
+    )
+
+
+def sparse_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
+    h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
+    routes = moe_route(w, h_TD, dims)
+    h_TD = moe_experts(w, h_TD, *routes, dims)
+    x_TD = x_TD + h_TD
+    return x_TD
+
+
+def dense_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
+    h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
+    h_TD = mlp(w, h_TD)
+    x_TD = x_TD + h_TD
+    return x_TD
+
+
+def sparse_sliding_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
+    h_TD = sliding_attention(w, h_TD, dims, step)  # writes K/V pages
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
+    routes = moe_route(w, h_TD, dims)
+    h_TD = moe_experts(w, h_TD, *routes, dims)
+    x_TD = x_TD + h_TD
+    return x_TD
+
+
+def dense_sliding_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
+    h_TD = sliding_attention(w, h_TD, dims, step)  # writes K/V pages
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
+    h_TD = mlp(w, h_TD)
+    x_TD = x_TD + h_TD
+    return x_TD
+
+
+LAYERS: dict[str, Callable[..., Tensor]] = {
+    "sparse": sparse_layer,
+    "dense": dense_layer,
+    "sparse_sliding": sparse_sliding_layer,
+    "dense_sliding": dense_sliding_layer,
+}
+
+
+class Walker:
+    """The model: embedding, the schedule's layers, head. `run` holds one function a layer, of LAYERS or compiled."""
+
+    def __init__(self, dims: Dims, weights: Layer, layers: list[Layer], run: list[Callable[..., Tensor]]) -> None:
+        self.dims = dims
+        self.weights = weights
+        self.layers = layers
+        self.run = run
+
+    def forward(self, ids_T: Tensor, step: Step) -> Tensor:
+        """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
+        w, dims = self.weights, self.dims
+        x_TD = F.embedding(ids_T, w.embed_tokens)
+        for layer, run in zip(self.layers, self.run):
+            x_TD = run(layer, x_TD, dims, step)
+        return rms_norm_cast_before(x_TD, w.norm, dims.eps)
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Hidden states (R, D) to logits (R, V)."""
+        w = self.weights
+        return F.linear(x_RD, w.lm_head)
