@@ -1,0 +1,18 @@
+"""flexgen: a compiler for language-model engines. A YAML spec in, readable PyTorch and an engine that serves it out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+_LAZY = {"LLM": "flexgen.runtime.llm", "SamplingParams": "flexgen.runtime.params"}
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the runtime, and torch with it, only when it is asked for: the compiler needs neither."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module `flexgen` has no `{name}`")

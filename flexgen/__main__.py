@@ -1,0 +1,5 @@
+"""`python -m flexgen`."""
+
+from flexgen.cli import main
+
+main()

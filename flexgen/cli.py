@@ -1,0 +1,182 @@
+"""The command line: parse, call, print. Exit codes: 0 fine, 1 differs, 2 usage, 3 invalid input, 4 failure, 130 interrupted."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexgen.compile import Checked, UsageError, check, find_specs
+from flexgen.errors import FlexError
+from flexgen.spec.codes import CODES
+from flexgen.spec.diagnostics import nearest, render_json, render_text
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="A compiler for language-model engines.")
+Specs = Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Paths or names of specs; none: all.")]
+
+
+class Format(StrEnum):
+    """How a command prints."""
+
+    text = "text"
+    json = "json"
+
+
+def main() -> None:
+    """Run a command; turn every error into one message and an exit code."""
+    try:
+        app(standalone_mode=False)
+    except SystemExit:
+        raise
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except Exception as error:  # the outermost frame: nothing may end in a traceback
+        sys.exit(_report(error))
+
+
+def _report(error: Exception) -> int:
+    if os.environ.get("FLEXGEN_DEBUG") == "1":
+        traceback.print_exc()
+    if hasattr(error, "exit_code"):  # click's own: usage errors and exits
+        if getattr(error, "exit_code", 0) and hasattr(error, "format_message"):
+            print(f"error: {error.format_message()}", file=sys.stderr)
+        return int(error.exit_code)
+    print(f"error: {error}" if str(error) else f"error: {type(error).__name__}", file=sys.stderr)
+    if isinstance(error, UsageError):
+        return 2
+    return 3 if isinstance(error, FlexError | ValueError | FileNotFoundError) else 4
+
+
+def _checked(specs: list[str] | None) -> list[Checked]:
+    return [check(path) for path in find_specs(specs or [])]
+
+
+def _refuse(checked: list[Checked]) -> None:
+    """Print the diagnostics of specs that are wrong and exit 3."""
+    bad = [item for item in checked if item.architecture is None]
+    if bad:
+        sources = {d.path: item.lines for item in bad for d in item.diagnostics}
+        print(render_text([d for item in bad for d in item.diagnostics], sources), end="", file=sys.stderr)
+        raise typer.Exit(3)
+
+
+@app.command("check")
+def check_command(specs: Specs = None, format: Format = Format.text) -> None:
+    """Validate specs without building them."""
+    checked = _checked(specs)
+    if format is Format.json:
+        print(render_json([d for item in checked for d in item.diagnostics]), end="")
+        raise typer.Exit(3 if any(item.diagnostics for item in checked) else 0)
+    _refuse(checked)
+    for item in checked:
+        print(f"ok {item.path.stem}")
+
+
+@app.command()
+def build(
+    specs: Specs = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the generated packages.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where files differ.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; list what would be written.")] = False,
+) -> None:
+    """Generate the packages of specs."""
+    from flexgen.assets import root
+    from flexgen.render.build import compare, write
+    from flexgen.render.render import render
+
+    checked = _checked(specs)
+    _refuse(checked)
+    folder = out or root("generated")
+    rendered = {item.architecture.name: (item, render(item.architecture)) for item in checked if item.architecture}
+    differs = 0
+    for name, (item, files) in rendered.items():
+        if check or dry_run:
+            for difference in compare(folder / name, files):
+                differs += 1
+                fix = f"flexgen build {item.path}" if difference.change != "EXTRA" else f"remove {difference.path}"
+                print(f"{difference.change} {difference.path}: {fix}")
+        else:
+            for path in write(folder / name, files):
+                print(f"wrote {path}")
+    stale = [] if specs or out else sorted(p for p in folder.glob("*/manifest.json") if p.parent.name not in rendered)
+    for path in stale:
+        differs += 1
+        print(f"EXTRA {path.parent}: no spec makes it; remove the folder")
+    if check and differs:
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(code: Annotated[str, typer.Argument(help="A diagnostic's code, such as SPEC004.")]) -> None:
+    """Explain a diagnostic: why, and an example of it wrong and right."""
+    if code not in CODES:
+        near = nearest(code, CODES)
+        raise UsageError(f"no diagnostic `{code}`" + (f": did you mean {near}?" if near else f": {', '.join(CODES)}"))
+    print(CODES[code].explain(), end="")
+
+
+@app.command()
+def verify(
+    spec: Annotated[str, typer.Argument(help="Name of a spec.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint instead of the spec's tiny model.")] = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    format: Format = Format.text,
+) -> None:
+    """Compare a generated package with transformers, and name the first place that differs."""
+    from flexgen.verify import verify as run
+
+    report = run(spec, checkpoint=checkpoint, dtype=dtype, device=device)
+    print(report.to_json() if format is Format.json else report.to_text())
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def demo() -> None:
+    """Answer three prompts with a small real model."""
+    from rich.console import Console
+
+    from flexgen.demo import run
+
+    run(Console())
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    prompt: Annotated[list[str] | None, typer.Option("-p", "--prompt", help="A prompt; repeat for more.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+) -> None:
+    """Continue prompts from arguments, a file or stdin, streaming."""
+    from flexgen import LLM, SamplingParams
+
+    prompts = list(prompt or ())
+    if file is not None:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        prompts += [line for line in text.splitlines() if line]
+    if not prompts and not sys.stdin.isatty():
+        prompts = [line for line in sys.stdin.read().splitlines() if line]
+    if not prompts:
+        raise UsageError("no prompt: give -p TEXT, -f FILE, or text on stdin")
+    llm = LLM(model=str(model))
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    for text in prompts:
+        if chat:
+            message = [{"role": "user", "content": text}]
+            text = llm.get_tokenizer().apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        shown = 0
+        for output in llm.stream([text], params):
+            grown = output.outputs[0].text
+            print(grown[shown:], end="", flush=True)
+            shown = len(grown)
+        print()
+
+
