@@ -112,6 +112,24 @@ def build(
 
 
 @app.command()
+def schema(check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where it differs.")] = False) -> None:
+    """Write the JSON Schema that editors use."""
+    from flexgen.assets import root
+    from flexgen.spec.schema import json_schema
+
+    path = root("schema") / "flexgen.schema.json"
+    text = json_schema()
+    same = path.exists() and path.read_text() == text
+    if check and not same:
+        print(f"CHANGED {path}: flexgen schema")
+        raise typer.Exit(1)
+    if not check and not same:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        print(f"wrote {path}")
+
+
+@app.command()
 def explain(code: Annotated[str, typer.Argument(help="A diagnostic's code, such as SPEC004.")]) -> None:
     """Explain a diagnostic: why, and an example of it wrong and right."""
     if code not in CODES:

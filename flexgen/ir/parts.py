@@ -313,6 +313,9 @@ class Parts:
                 if self.has_gain(step.norm):
                     message = "a norm with a gain is not implemented as a router's input"
                     self.problems.add("SPEC025", message, path, help="name a norm with `gain: none` and add a `gain` step")
+                elif step.weight is not None:
+                    message = f"the norm `{step.norm}` has no gain to use this weight"
+                    self.problems.add("SPEC018", message, (*path, "weight"), help="remove it, or name a norm with a gain")
                 norm = self.norm(step.norm, (*path, "norm"), "None")
                 statements.append(ir.Statement("norm", "h_TD", source, where, norm=norm, comment=step.why))
             elif isinstance(step, models.GainStep):
