@@ -112,7 +112,9 @@ def build(
 
 
 @app.command()
-def schema(check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where it differs.")] = False) -> None:
+def schema(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where it differs.")] = False,
+) -> None:
     """Write the JSON Schema that editors use."""
     from flexgen.assets import root
     from flexgen.spec.schema import json_schema
@@ -168,7 +170,9 @@ def demo() -> None:
 def generate(
     model: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     prompt: Annotated[list[str] | None, typer.Option("-p", "--prompt", help="A prompt; repeat for more.")] = None,
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     max_tokens: int = 128,
     temperature: float = 0.0,
@@ -196,5 +200,3 @@ def generate(
             print(grown[shown:], end="", flush=True)
             shown = len(grown)
         print()
-
-

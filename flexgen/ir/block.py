@@ -56,7 +56,13 @@ class Block:
             parts.append(ir.Part(f"block[{index}]", tuple(statements)))
         self._check_slots(name)
         return ir.Kind(
-            name, f"{name}_layer", tuple(parts), tuple(self._mixers), tuple(self._tables), tuple(self._inputs), f"kinds.{name}"
+            name,
+            f"{name}_layer",
+            tuple(parts),
+            tuple(self._mixers),
+            tuple(self._tables),
+            tuple(self._inputs),
+            f"kinds.{name}",
         )
 
     def layer_input(self, name: str, entry: models.LayerInput) -> ir.LayerInput:
@@ -84,9 +90,7 @@ class Block:
         total = ir.Statement("add", STREAM, STREAM, _dotted(path), terms=(STREAM, value.name), comment=part.why)
         return [*statements, total]
 
-    def _steps(
-        self, steps: list, path: SpecPath, value: Value, base: str
-    ) -> tuple[Value, list[ir.Statement]]:
+    def _steps(self, steps: list, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
         statements: list[ir.Statement] = []
         for index, step in enumerate(steps):
             value, lines = self._step(step, (*path, index), value, base)
@@ -120,17 +124,23 @@ class Block:
         role = _role(step.weight or "")
         if gain and step.weight is None:
             help = "add `weight: MODULE`, or name a norm with `gain: none`"
-            self.problems.add("SPEC019", f"the norm `{step.norm}` has a gain, and this step names no weight", path, help=help)
+            self.problems.add(
+                "SPEC019", f"the norm `{step.norm}` has a gain, and this step names no weight", path, help=help
+            )
         if not gain and step.weight is not None and step.norm in self.model.norms:
             help = "remove it, or name a norm with a gain"
-            self.problems.add("SPEC018", f"the norm `{step.norm}` has no gain to use this weight", (*path, "weight"), help=help)
+            self.problems.add(
+                "SPEC018", f"the norm `{step.norm}` has no gain to use this weight", (*path, "weight"), help=help
+            )
         call = self.parts.norm(step.norm, (*path, "norm"), f"w.{role}")
         if gain and step.weight is not None:
             self._own(role, (_d(value.width),), ((f"{self.prefix}{step.weight}.weight", _d(value.width)),), path)
         out = Value(self._out(base, value.width), value.width)
         return out, [ir.Statement("norm", out.name, value.name, _dotted(path), norm=call, comment=step.why)]
 
-    def _linear(self, step: models.LinearStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _linear(
+        self, step: models.LinearStep, path: SpecPath, value: Value, base: str
+    ) -> tuple[Value, list[ir.Statement]]:
         role = _role(step.linear)
         if self._view:
             width, rows = self._view[1], f"{self._view[0]} * {self._view[1]}"
@@ -142,7 +152,11 @@ class Block:
         self._own(role, shape, ((f"{self.prefix}{step.linear}.weight", _d(rows)),), path)
         out = Value(self._out(base, width), width)
         view = self._view or ()
-        return out, [ir.Statement("linear", out.name, value.name, _dotted(path), weight=f"w.{role}", terms=view, comment=step.why)]
+        return out, [
+            ir.Statement(
+                "linear", out.name, value.name, _dotted(path), weight=f"w.{role}", terms=view, comment=step.why
+            )
+        ]
 
     def _act(self, step: models.ActStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
         out = Value(self._out(base, value.width), value.width)
@@ -155,12 +169,16 @@ class Block:
         out = Value(self._out(base, value.width), value.width)
         return out, [ir.Statement("gain", out.name, value.name, _dotted(path), weight=f"w.{role}", comment=step.why)]
 
-    def _scale(self, step: models.ScaleStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _scale(
+        self, step: models.ScaleStep, path: SpecPath, value: Value, base: str
+    ) -> tuple[Value, list[ir.Statement]]:
         number = self.scope.code(step.scale, (*path, "scale"), "float")
         out = Value(self._out(base, value.width), value.width)
         return out, [ir.Statement("scale", out.name, value.name, _dotted(path), value=number, comment=step.why)]
 
-    def _times(self, step: models.TimesStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _times(
+        self, step: models.TimesStep, path: SpecPath, value: Value, base: str
+    ) -> tuple[Value, list[ir.Statement]]:
         entry = self.model.layer_inputs.get(step.times)
         if entry is None:
             self.problems.unknown("layer input", step.times, self.model.layer_inputs, (*path, "times"))
@@ -192,7 +210,14 @@ class Block:
             scale = self.scope.code(step.scale, (*path, "scale"), "float")
             scale = f"rounded({scale}, w.{role}.dtype)" if step.scale_dtype == "model" else scale
         line = ir.Statement(
-            "embed", out.name, "ids_T", _dotted(path), weight=f"w.{role}", value=scale, terms=self._view, comment=step.why
+            "embed",
+            out.name,
+            "ids_T",
+            _dotted(path),
+            weight=f"w.{role}",
+            value=scale,
+            terms=self._view,
+            comment=step.why,
         )
         return out, [line]
 
@@ -251,7 +276,9 @@ class Block:
             self._mixers.append(entry)
         arguments = ("dims", "step") if section in ("attention", "gdn") else ()
         comment = part.why or _effects(section, part)
-        call = ir.Statement("call", out.name, value.name, _dotted(path), function=part.function, arguments=arguments, comment=comment)
+        call = ir.Statement(
+            "call", out.name, value.name, _dotted(path), function=part.function, arguments=arguments, comment=comment
+        )
         return out, [call]
 
     def _experts(self, moe: ir.Moe, path: SpecPath, value: Value, out: Value, base: str) -> list[ir.Statement]:
@@ -259,9 +286,17 @@ class Block:
         routes = "routes" if base in ("h", moe.name) else f"{base}_routes"
         comment = moe.router_why or ("reads the stream, not the normed input" if moe.reads_stream else None)
         return [
-            ir.Statement("route", routes, reads, f"{moe.path}.router", function=moe.route, arguments=("dims",), comment=comment),
             ir.Statement(
-                "call", out.name, value.name, _dotted(path), function=moe.experts, arguments=(f"*{routes}", "dims"), comment=moe.why
+                "route", routes, reads, f"{moe.path}.router", function=moe.route, arguments=("dims",), comment=comment
+            ),
+            ir.Statement(
+                "call",
+                out.name,
+                value.name,
+                _dotted(path),
+                function=moe.experts,
+                arguments=(f"*{routes}", "dims"),
+                comment=moe.why,
             ),
         ]
 

@@ -52,7 +52,9 @@ class Parts:
             message = f"a norm with gain {entry.gain} and cast {entry.cast} is not implemented"
             self.problems.add("SPEC025", message, (*at, "cast"), help="gain one_plus goes with cast after")
             return None
-        return ir.NormCall(function, "None" if entry.gain == "none" else gain, self.scope.code(entry.eps, (*at, "eps"), "float"))
+        return ir.NormCall(
+            function, "None" if entry.gain == "none" else gain, self.scope.code(entry.eps, (*at, "eps"), "float")
+        )
 
     def has_gain(self, name: str) -> bool:
         """Whether a named norm has a weight."""
@@ -80,8 +82,8 @@ class Parts:
         code, flag = self.scope.code, self.scope.flag
         self._check_attention(name, entry, at)
         heads, kv_heads, width = (
-            code(text, (*at, field)) for text, field in
-            ((entry.heads, "heads"), (entry.kv_heads, "kv_heads"), (entry.head_dim, "head_dim"))
+            code(text, (*at, field))
+            for text, field in ((entry.heads, "heads"), (entry.kv_heads, "kv_heads"), (entry.head_dim, "head_dim"))
         )
         bias = flag(entry.bias, (*at, "bias"), prefix="d")
         splits, parts = self._projection(entry, heads, kv_heads, width)
@@ -174,7 +176,9 @@ class Parts:
         for field in ("kv_heads", "head_dim", "window"):
             if getattr(owner, field) != getattr(entry, field):
                 message = f"`{name}` reads the keys and values of `{entry.kv_of}`, whose `{field}` differs"
-                self.problems.add("SPEC017", message, (*at, field), note=("the owner is here", ("attention", entry.kv_of)))
+                self.problems.add(
+                    "SPEC017", message, (*at, field), note=("the owner is here", ("attention", entry.kv_of))
+                )
         for field in ("k_norm", "v_norm", "value"):
             if getattr(entry, field) not in ("none", "projected"):
                 message = f"`{field}` has no effect: `{name}` reads keys and values that `{entry.kv_of}` made"
@@ -195,8 +199,11 @@ class Parts:
         channels = f"2 * {kh} * {kd} + {vh} * {vd}"
         projections = [(entry.qkv, channels), (entry.z, f"{vh} * {vd}"), (entry.b, vh), (entry.a, vh)]
         rows = [
-            ir.Row(f"{name}_in", (" + ".join(r for _, r in projections), "d.hidden"),
-                   tuple((self.module(m), r) for m, r in projections)),
+            ir.Row(
+                f"{name}_in",
+                (" + ".join(r for _, r in projections), "d.hidden"),
+                tuple((self.module(m), r) for m, r in projections),
+            ),
             ir.Row(f"{name}_conv", (channels, "1", read("kernel", "d")), ((self.module(entry.conv), channels),)),
             ir.Row(f"{name}_a_log", (vh,), ((self.layers + entry.a_log, vh),)),
             ir.Row(f"{name}_dt_bias", (vh,), ((self.layers + entry.dt_bias, vh),)),
@@ -293,7 +300,9 @@ class Parts:
             limit=none_if_default(entry.limit, "limit"),
             up_offset=none_if_default(entry.up_offset, "up_offset"),
             table=ir.WeightTable(
-                f"{name}_weights", (*input_rows, *self._expert_rows(name, entry, at, layout, bias)), ".".join(map(str, at))
+                f"{name}_weights",
+                (*input_rows, *self._expert_rows(name, entry, at, layout, bias)),
+                ".".join(map(str, at)),
             ),
             path=".".join(map(str, at)),
             why=entry.why,
@@ -312,10 +321,14 @@ class Parts:
             if isinstance(step, models.NormStep):
                 if self.has_gain(step.norm):
                     message = "a norm with a gain is not implemented as a router's input"
-                    self.problems.add("SPEC025", message, path, help="name a norm with `gain: none` and add a `gain` step")
+                    self.problems.add(
+                        "SPEC025", message, path, help="name a norm with `gain: none` and add a `gain` step"
+                    )
                 elif step.weight is not None:
                     message = f"the norm `{step.norm}` has no gain to use this weight"
-                    self.problems.add("SPEC018", message, (*path, "weight"), help="remove it, or name a norm with a gain")
+                    self.problems.add(
+                        "SPEC018", message, (*path, "weight"), help="remove it, or name a norm with a gain"
+                    )
                 norm = self.norm(step.norm, (*path, "norm"), "None")
                 statements.append(ir.Statement("norm", "h_TD", source, where, norm=norm, comment=step.why))
             elif isinstance(step, models.GainStep):
@@ -342,7 +355,9 @@ class Parts:
         if router.gain != "none":
             rows.append(ir.Row(f"{name}_expert_gain", (experts,), ((self.layers + router.gain, experts),)))
         wide = _double(size)
-        gate_up, down = ((wide, "d.hidden"), ("d.hidden", size)) if layout == "out_in" else (("d.hidden", wide), (size, "d.hidden"))
+        gate_up, down = (
+            ((wide, "d.hidden"), ("d.hidden", size)) if layout == "out_in" else (("d.hidden", wide), (size, "d.hidden"))
+        )
         rows.append(ir.Row(f"{name}_gate_up", (experts, *gate_up), layouts=self._layouts(entry.gate_up, layout)))
         if entry.gate_up_bias != "none":
             rows.append(ir.Row(f"{name}_gate_up_bias", (experts, wide), ((self.layers + entry.gate_up_bias, experts),)))
@@ -384,12 +399,16 @@ class Parts:
         if isinstance(layout, models.StackedLayout):
             if sorted(layout.axes) != ["expert", "in", "out"] or layout.axes[0] != "expert":
                 help = "write [expert, out, in] or [expert, in, out]"
-                self.problems.add("SPEC022", f"axes {layout.axes} cannot be stacked experts", (*path, "axes"), help=help)
+                self.problems.add(
+                    "SPEC022", f"axes {layout.axes} cannot be stacked experts", (*path, "axes"), help=help
+                )
             if field == "gate_up" and layout.order not in ("interleaved", ["gate", "up"]):
                 help = "write `order: [gate, up]` or `order: interleaved`"
                 self.problems.add("SPEC022", "gate_up does not say how gate and up share the out axis", path, help=help)
             if field == "down" and layout.order is not None:
-                self.problems.add("SPEC010", "`order` has no effect on down", (*path, "order"), key=True, help="remove it")
+                self.problems.add(
+                    "SPEC010", "`order` has no effect on down", (*path, "order"), key=True, help="remove it"
+                )
         if isinstance(layout, models.PerExpertLayout):
             wanted = 2 if field == "gate_up" else 1
             if len(layout.per_expert) != wanted:

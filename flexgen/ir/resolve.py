@@ -77,8 +77,16 @@ class _Resolver:
             scale = f"rounded({scale}, w.{role}.dtype)" if entry.scale_dtype == "model" else scale
         elif entry.scale_dtype == "model":
             help = "remove it, or give a `scale`"
-            self.problems.add("SPEC010", "`scale_dtype` has no effect without a scale", ("embedding", "scale_dtype"), key=True, help=help)
-        return ir.Statement("embed", "x_TD", "ids_T", "embedding", weight=f"w.{role}", value=scale, comment=entry.why), row
+            self.problems.add(
+                "SPEC010",
+                "`scale_dtype` has no effect without a scale",
+                ("embedding", "scale_dtype"),
+                key=True,
+                help=help,
+            )
+        return ir.Statement(
+            "embed", "x_TD", "ids_T", "embedding", weight=f"w.{role}", value=scale, comment=entry.why
+        ), row
 
     def _head(self, embedding: ir.Row) -> tuple[ir.Head, list[ir.Row]]:
         entry = self.model.head
@@ -117,8 +125,14 @@ class _Resolver:
         skip = [*entry.skip, *(f"{self.parts.layers}{name}" for a in entries for name in a.skip)]
         by = next((rule.by for rule in self.model.schedule if rule.by), None)
         return ir.Checkpoint(
-            tuple(entry.model_types), entry.text_config, tuple(entry.prefix), tuple(dict.fromkeys(skip)),
-            entry.defaults, entry.require, tuple(entry.ignore), by,
+            tuple(entry.model_types),
+            entry.text_config,
+            tuple(entry.prefix),
+            tuple(dict.fromkeys(skip)),
+            entry.defaults,
+            entry.require,
+            tuple(entry.ignore),
+            by,
         )
 
     # ------------------------------------------------------------ tables
@@ -143,7 +157,9 @@ class _Resolver:
         for name in self.model.layer_inputs:
             if name not in inputs:
                 message = f"`{name}` is used by nothing in {self.model.name}"
-                self.problems.add("SPEC010", message, ("layer_inputs", name), key=True, help="multiply by it: `{times: …}`")
+                self.problems.add(
+                    "SPEC010", message, ("layer_inputs", name), key=True, help="multiply by it: `{times: …}`"
+                )
 
 
 def _rope_field(name: str) -> str:
@@ -173,19 +189,33 @@ def _shared_tables(
 def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tuple[ir.MergeRole, ...]:
     """The weights that adapters may change: linear modules, and stacked experts."""
     found: dict[str, ir.MergeRole] = {}
-    orders = {f'"layers.*.{layout.stacked}"': layout for moe in model.moe.values() for layouts in (moe.gate_up, moe.down)
-              for layout in layouts if isinstance(layout, models.StackedLayout)}
+    orders = {
+        f'"layers.*.{layout.stacked}"': layout
+        for moe in model.moe.values()
+        for layouts in (moe.gate_up, moe.down)
+        for layout in layouts
+        if isinstance(layout, models.StackedLayout)
+    }
     for table in tables:
         for row in table.rows:
             if row.layouts:
-                name = next(item for item in row.layouts if item.startswith("Stacked("))[len("Stacked(") :].split(",")[0].rstrip(")")
+                name = (
+                    next(item for item in row.layouts if item.startswith("Stacked("))[len("Stacked(") :]
+                    .split(",")[0]
+                    .rstrip(")")
+                )
                 layout = orders[name]
                 module = name.strip('"').removeprefix("layers.*.")
                 found[row.role] = ir.MergeRole(
-                    row.role, module=module, transpose=layout.axes[1:] == ["in", "out"], interleaved=layout.order == "interleaved",
+                    row.role,
+                    module=module,
+                    transpose=layout.axes[1:] == ["in", "out"],
+                    interleaved=layout.order == "interleaved",
                     path=table.path,
                 )
             elif len(row.shape) == 2 and not row.role.endswith("_router"):
-                parts = tuple((name.removeprefix("layers.*.").removesuffix(".weight"), rows) for name, rows in row.parts)
+                parts = tuple(
+                    (name.removeprefix("layers.*.").removesuffix(".weight"), rows) for name, rows in row.parts
+                )
                 found.setdefault(row.role, ir.MergeRole(row.role, parts=parts, path=table.path))
     return tuple(found.values())

@@ -59,7 +59,14 @@ def _rule(
         return ir.ScheduleRule(name, target, "", when, where, rule.why)
     if selector == "pattern":
         kinds = "".join(f'"{kind}", ' for kind in rule.pattern or ())
-        return ir.ScheduleRule(name, f"({kinds.rstrip(', ') if len(rule.pattern or ()) > 1 else kinds.rstrip()})", "", when, where, rule.why)
+        return ir.ScheduleRule(
+            name,
+            f"({kinds.rstrip(', ') if len(rule.pattern or ()) > 1 else kinds.rstrip()})",
+            "",
+            when,
+            where,
+            rule.why,
+        )
     if selector in ("at", "by"):
         argument = f'config.optional("{getattr(rule, selector)}")'
     else:

@@ -8,7 +8,7 @@ from typing import Literal
 from flexgen.ir.architecture import Dim
 from flexgen.ir.problems import Problems
 from flexgen.spec.diagnostics import SpecPath, nearest
-from flexgen.spec.expressions import Expr, ExpressionError, Name, Or, parse
+from flexgen.spec.expressions import Expr, ExpressionError, Name, Number, Or, parse
 
 Want = Literal["int", "float", "bool"]
 REQUIRED = ("vocab", "hidden", "layers")
@@ -33,8 +33,7 @@ class Scope:
         self.uses: list[Use] = []
         for name, text in dims.items():
             expr = self._parse(text, ("dims", name))
-            if expr is not None:
-                self.exprs[name] = expr
+            self.exprs[name] = expr or Number("1", start=0, end=1)  # so that its users are not reported too
         for name in REQUIRED:
             if name not in dims:
                 problems.add("SPEC005", f"`dims` lacks `{name}`, which every spec defines", ("dims",), key=True)
@@ -101,7 +100,7 @@ class Scope:
         used = {name.dotted for use in self.uses for name in use.expr.names()} | set(REQUIRED)
         used |= {n.dotted for name, e in self.exprs.items() for n in e.names() if n.dotted != name}
         for name in self.exprs:
-            if name not in used:
+            if name not in used and not self.problems.found:  # a mistake elsewhere may be why
                 help = "use it in another section, or remove it"
                 self.problems.add("SPEC010", f"dim `{name}` is used by nothing", ("dims", name), key=True, help=help)
         return tuple(lines)
@@ -171,6 +170,4 @@ class Scope:
     def _unknown(self, name: Name, path: SpecPath) -> None:
         near = nearest(name.dotted, self.exprs)
         help = f"did you mean `{near}`?" if near else f"define it in `dims`: `{name.dotted}: CONFIG_FIELD`"
-        self.problems.add(
-            "SPEC012", f"unknown name `{name.dotted}`", path, help=help, within=(name.start, name.end)
-        )
+        self.problems.add("SPEC012", f"unknown name `{name.dotted}`", path, help=help, within=(name.start, name.end))

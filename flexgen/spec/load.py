@@ -30,7 +30,9 @@ class Spec:
 
     def origin(self, path: SpecPath) -> SpecPath:
         """Where the value at a path was written: itself, or the entry it was inherited from."""
-        return next((self.origins[path[:n]] + path[n:] for n in range(len(path), 0, -1) if path[:n] in self.origins), path)
+        return next(
+            (self.origins[path[:n]] + path[n:] for n in range(len(path), 0, -1) if path[:n] in self.origins), path
+        )
 
     def span(self, path: SpecPath, *, key: bool = False, within: tuple[int, int] | None = None) -> Span:
         """The place of a value, of its key, or of characters within its text; of the nearest parent where it is implied."""
@@ -87,9 +89,7 @@ def expand_likes(document: Document) -> tuple[dict[str, Any], dict[SpecPath, Spe
     for section in SECTIONS_WITH_LIKE:
         entries = data.get(section)
         if isinstance(entries, dict):
-            data[section] = {
-                name: _expand(document, section, entries, name, origins, found, ()) for name in entries
-            }
+            data[section] = {name: _expand(document, section, entries, name, origins, found, ()) for name in entries}
     return data, origins, found
 
 
@@ -113,7 +113,9 @@ def _expand(
         if not chain:
             message, help, other = problem
             notes = [Note("the cycle passes here", document.path, document.key_span(other))] if other else []
-            found.append(Diagnostic("SPEC009", message, document.path, document.value_span(here), help=help, notes=notes))
+            found.append(
+                Diagnostic("SPEC009", message, document.path, document.value_span(here), help=help, notes=notes)
+            )
         return own
     base = _expand(document, section, entries, base_name, origins, found, (*chain, name))
     if not isinstance(base, dict):
@@ -133,5 +135,9 @@ def _like_problem(
         help = f"did you mean `{near}`?" if near else "`like` names another entry of the same section"
         return f"`like` names `{base}`, which `{section}` does not define", help, None
     if base in chain:
-        return f"`like` goes in a circle: {' -> '.join((*chain, base))}", "give one of them all its fields", (section, base)
+        return (
+            f"`like` goes in a circle: {' -> '.join((*chain, base))}",
+            "give one of them all its fields",
+            (section, base),
+        )
     return None

@@ -53,7 +53,9 @@ Scalar = str | int | float | bool | None
 
 
 class Checkpoint(Section):
-    model_types: list[str] = Field(min_length=1, description="Values of `model_type` in config.json that this spec serves.")
+    model_types: list[str] = Field(
+        min_length=1, description="Values of `model_type` in config.json that this spec serves."
+    )
     text_config: ConfigPath | None = Field(
         None, description="Where a multimodal config.json nests the text model's config. Absent: the whole file is it."
     )
@@ -62,14 +64,19 @@ class Checkpoint(Section):
     )
     layers: TensorName = Field("layers.*", description="The module of one layer, below the prefix; `*` is its index.")
     skip: list[TensorName] = Field(
-        [], description="Tensors that are present but unused, by full name or below the prefix; `*` matches anything. Counted."
+        [],
+        description="Tensors that are present but unused, by full name or below the prefix; `*` matches anything. Counted.",
     )
-    fp32: list[TensorName] = Field([], description="Tensors that stay fp32 whatever the model's dtype; `*` is the layer.")
+    fp32: list[TensorName] = Field(
+        [], description="Tensors that stay fp32 whatever the model's dtype; `*` is the layer."
+    )
     defaults: dict[str, Any] = Field(
-        {}, description="What the family's config class fills in where config.json is silent; merged below the file's values."
+        {},
+        description="What the family's config class fills in where config.json is silent; merged below the file's values.",
     )
     require: dict[ConfigPath, Any] = Field(
-        {}, description="Fences: field to the value, list of values or `{min: n}` without which this spec does not apply."
+        {},
+        description="Fences: field to the value, list of values or `{min: n}` without which this spec does not apply.",
     )
     ignore: list[ConfigPath] = Field([], description="Config fields that do not change this family's forward pass.")
 
@@ -128,7 +135,9 @@ class Attention(Entry):
     q_norm_weight: TensorName = Field("self_attn.q_norm", description="Module of the query norm.")
     k_norm_weight: TensorName = Field("self_attn.k_norm", description="Module of the key norm.")
     v_norm_weight: TensorName = Field("self_attn.v_norm", description="Module of the value norm.")
-    skip: list[TensorName] = Field([], description="Tensors a file may hold for these layers although nothing reads them.")
+    skip: list[TensorName] = Field(
+        [], description="Tensors a file may hold for these layers although nothing reads them."
+    )
 
 
 class GatedDelta(Entry):
@@ -140,7 +149,9 @@ class GatedDelta(Entry):
     conv_act: Literal["silu"] = Field(description="Activation after the convolution.")
     norm_act: Literal["silu"] = Field(description="Activation of the gate on the output norm.")
     eps: Text = Field(description="The output norm's epsilon.")
-    packing: Literal["qkv_z_b_a"] = Field("qkv_z_b_a", description="How the input projections are split in the checkpoint.")
+    packing: Literal["qkv_z_b_a"] = Field(
+        "qkv_z_b_a", description="How the input projections are split in the checkpoint."
+    )
     qkv: TensorName = Field("linear_attn.in_proj_qkv", description="Module of the packed q, k, v projection.")
     z: TensorName = Field("linear_attn.in_proj_z", description="Module of the output gate's projection.")
     b: TensorName = Field("linear_attn.in_proj_b", description="Module of the write strength (beta).")
@@ -169,16 +180,24 @@ class Router(Entry):
         "input", description="`stream`: the router reads the stream at the start of this `add`, not the experts' input."
     )
     input: list[Step] = Field([], description="Steps applied to what the router reads.")
-    score: Literal["softmax", "sigmoid", "none"] = Field("none", description="Turns logits into scores before the choice.")
+    score: Literal["softmax", "sigmoid", "none"] = Field(
+        "none", description="Turns logits into scores before the choice."
+    )
     after_top_k: Literal["softmax", "none"] = Field("none", description="Applied to the chosen values.")
     normalise: Text = Field("false", description="Divide the chosen weights by their sum: true, false or a flag.")
-    gain: TensorName | Literal["none"] = Field("none", description="Tensor of one factor an expert, on the chosen weights.")
-    dtype: Literal["model", "fp32"] = Field("model", description="The dtype of the weights that multiply experts' outputs.")
+    gain: TensorName | Literal["none"] = Field(
+        "none", description="Tensor of one factor an expert, on the chosen weights."
+    )
+    dtype: Literal["model", "fp32"] = Field(
+        "model", description="The dtype of the weights that multiply experts' outputs."
+    )
 
 
 class StackedLayout(Section):
     stacked: TensorName = Field(description="One tensor holds all experts.")
-    axes: list[Literal["expert", "out", "in"]] = Field(min_length=3, max_length=3, description="The tensor's axes in order.")
+    axes: list[Literal["expert", "out", "in"]] = Field(
+        min_length=3, max_length=3, description="The tensor's axes in order."
+    )
     order: Literal["interleaved"] | list[Literal["gate", "up"]] | None = Field(
         None, description="How gate and up share the out axis: [gate, up] halves, or `interleaved` columns."
     )
@@ -186,7 +205,9 @@ class StackedLayout(Section):
 
 class PerExpertLayout(Section):
     per_expert: list[TensorName] = Field(
-        min_length=1, max_length=2, description="One tensor an expert, in the order of their rows; the second `*` is the expert."
+        min_length=1,
+        max_length=2,
+        description="One tensor an expert, in the order of their rows; the second `*` is the expert.",
     )
 
 
@@ -216,7 +237,9 @@ class Moe(Entry):
     limit: Text = Field("none", description="Clamp: gate from above, up from both sides.")
     up_offset: Text = Field("0", description="Added to up before the product.")
     router: Router = Field(description="How tokens choose experts.")
-    gate_up: list[Layout] = Field(min_length=1, description="Forms a file may hold gate and up in; the first stacked one is memory's.")
+    gate_up: list[Layout] = Field(
+        min_length=1, description="Forms a file may hold gate and up in; the first stacked one is memory's."
+    )
     gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up.")
     down: list[Layout] = Field(min_length=1, description="Forms a file may hold down in.")
     down_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of down.")
@@ -227,7 +250,9 @@ class Moe(Entry):
 
 class NormStep(Entry):
     norm: Identifier = Field(description="A name of `norms`.")
-    weight: TensorName | None = Field(None, description="Module of the norm's weight; absent where the norm has no gain.")
+    weight: TensorName | None = Field(
+        None, description="Module of the norm's weight; absent where the norm has no gain."
+    )
 
 
 class LinearStep(Entry):
@@ -260,7 +285,9 @@ class EmbeddingStep(Entry):
     embedding: TensorName = Field(description="Module of a table indexed by token id.")
     vocab: Text = Field(description="Rows of the table.")
     scale: Text = Field("1", description="Number to multiply by.")
-    scale_dtype: Literal["model", "fp32"] = Field("fp32", description="Whether the number is rounded to the model's dtype.")
+    scale_dtype: Literal["model", "fp32"] = Field(
+        "fp32", description="Whether the number is rounded to the model's dtype."
+    )
 
 
 _STEPS = ("embedding", "norm", "linear", "act", "gain", "scale", "times", "sum")
@@ -329,7 +356,9 @@ class Rule(Entry):
 class Embedding(Entry):
     weight: TensorName = Field(description="Module of the token embedding.")
     scale: Text = Field("1", description="Multiplies the embedded tokens.")
-    scale_dtype: Literal["model", "fp32"] = Field("fp32", description="Whether the scale is rounded to the model's dtype.")
+    scale_dtype: Literal["model", "fp32"] = Field(
+        "fp32", description="Whether the scale is rounded to the model's dtype."
+    )
 
 
 class Head(Entry):
@@ -346,14 +375,20 @@ class SpecModel(Section):
     name: Identifier = Field(description="Name of the spec, of its file and of its generated package.")
     summary: str = Field(min_length=1, max_length=200, description="One sentence: becomes the generated docstring.")
     checkpoint: Checkpoint = Field(description="Which files this spec reads, and how their tensors are named.")
-    dims: dict[Identifier, Text] = Field(description="Numbers and flags from config.json, in order; each may use earlier ones.")
+    dims: dict[Identifier, Text] = Field(
+        description="Numbers and flags from config.json, in order; each may use earlier ones."
+    )
     norms: dict[Identifier, Norm] = Field({}, description="Named norms.")
     ropes: dict[Identifier, RopeEntry] = Field({}, description="Named rotary tables.")
     attention: dict[Identifier, Attention] = Field({}, description="Named attentions.")
-    gdn: dict[Identifier, GatedDelta] = Field({}, description="Named gated-delta mixers (linear attention with a state).")
+    gdn: dict[Identifier, GatedDelta] = Field(
+        {}, description="Named gated-delta mixers (linear attention with a state)."
+    )
     mlp: dict[Identifier, Mlp] = Field({}, description="Named MLPs.")
     moe: dict[Identifier, Moe] = Field({}, description="Named layers of routed experts.")
-    layer_inputs: dict[Identifier, LayerInput] = Field({}, description="Values computed once from the tokens, one slice a layer.")
+    layer_inputs: dict[Identifier, LayerInput] = Field(
+        {}, description="Values computed once from the tokens, one slice a layer."
+    )
     kinds: dict[Identifier, dict[Identifier, Identifier]] = Field(
         min_length=1, description="Layer kinds; each fills the block's slots with named parts."
     )

@@ -46,8 +46,10 @@ def _draft7(node: Any) -> Any:
             assert not rest
             out["propertyNames"] = {"pattern": pattern}
             out["additionalProperties"] = _draft7(schema)
-        elif key not in ("discriminator", "title") or not isinstance(value, str | dict):
-            out[key] = _draft7(value)
-        elif key == "title" and isinstance(value, dict):
+        elif (
+            key not in ("discriminator", "title")
+            or not isinstance(value, str | dict)
+            or (key == "title" and isinstance(value, dict))
+        ):
             out[key] = _draft7(value)
     return out

@@ -64,7 +64,11 @@ def _explain(item: Any, path: SpecPath, missing: str | None, data: Any, spec: Sp
             owner = "this entry"
         help = _field_help(path, data, missing or "")
         return Diagnostic(
-            "SPEC005", f"{owner} lacks the field `{missing}`", spec.path, spec.span(path, key=True), help=help,
+            "SPEC005",
+            f"{owner} lacks the field `{missing}`",
+            spec.path,
+            spec.span(path, key=True),
+            help=help,
             subject=(*path, missing or ""),
         )
     if kind == "extra_forbidden":
@@ -74,7 +78,12 @@ def _explain(item: Any, path: SpecPath, missing: str | None, data: Any, spec: Sp
         help = f"did you mean `{near}`?" if near else f"fields here: {', '.join(f'`{f}`' for f in fields)}"
         settles = [(*path[:-1], near)] if near else []
         return Diagnostic(
-            "SPEC004", f"unknown field `{name}`", spec.path, spec.span(path, key=True), help=help, settles=settles,
+            "SPEC004",
+            f"unknown field `{name}`",
+            spec.path,
+            spec.span(path, key=True),
+            help=help,
+            settles=settles,
             subject=path,
         )
     if missing == "[key]" or (kind == "string_pattern_mismatch" and missing):
@@ -96,7 +105,9 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
         return Diagnostic("SPEC007", f"{where} cannot be {shown}", spec.path, span, help=help, subject=path)
     if kind.startswith("union_tag"):
         forms = ", ".join(f"`{form}`" for form in _tags_at(path, data))
-        return Diagnostic("SPEC006", f"{where} has none of the forms that it can take", spec.path, span, help=f"forms: {forms}")
+        return Diagnostic(
+            "SPEC006", f"{where} has none of the forms that it can take", spec.path, span, help=f"forms: {forms}"
+        )
     if kind == "string_pattern_mismatch":
         return _explain_pattern(path, where, value, span, spec)
     if kind in ("string_too_long", "too_long", "string_too_short", "too_short"):

@@ -13,7 +13,8 @@ _module = importlib.util.spec_from_file_location("bad_specs_make", HERE / "make.
 make = importlib.util.module_from_spec(_module)
 _module.loader.exec_module(make)
 EXPECTED = {
-    part.split("\n", 1)[0]: part.split("\n", 1)[1].rstrip("\n") for part in (HERE / "expected.txt").read_text().split("=== ")[1:]
+    part.split("\n", 1)[0]: part.split("\n", 1)[1].rstrip("\n")
+    for part in (HERE / "expected.txt").read_text().split("=== ")[1:]
 }
 
 
