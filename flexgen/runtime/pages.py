@@ -1,0 +1,229 @@
+"""Which page holds which tokens: pools, block tables, the prefix cache. Host side only; tensors live in `cache`.
+
+A page group has its own pool and one block table a request; `block_size` is the same in all groups, so one chain of hashes
+over token blocks names a block in every pool. Page 0 is the pad page and never handed out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen.runtime.abi import PAD_PAGE
+from flexgen.runtime.requests import Request
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """One entry of a group's block table that the device does not know yet."""
+
+    group: int
+    slot: int
+    block: int
+    page: int
+
+
+class PagePool:
+    """Pages 1 to `pages`: free ones in the order they were last used, and the hashed blocks that some still hold.
+
+    A page whose last user leaves keeps its block until it is handed out again, least recently used first.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, pages + 1))
+        self._users = [0] * (pages + 1)
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A page with nothing in it that anyone may still ask for. The caller has checked `free`."""
+        page, _ = self._free.popitem(last=False)
+        self._forget(page)
+        self._users[page] = 1
+        return page
+
+    def give_back(self, page: int) -> None:
+        assert self._users[page] > 0, f"page {page} was given back twice"
+        self._users[page] -= 1
+        if self._users[page] == 0:
+            self._free[page] = None
+            if page not in self._hash_of:
+                self._free.move_to_end(page, last=False)
+
+    def find(self, key: bytes) -> int | None:
+        return self._page_of.get(key)
+
+    def is_free(self, page: int) -> bool:
+        return page in self._free
+
+    def share(self, page: int) -> None:
+        """One more user of a page that holds a cached block."""
+        self._free.pop(page, None)
+        self._users[page] += 1
+
+    def register(self, page: int, key: bytes) -> None:
+        """Let later requests find the block in `page`; the first page with a block keeps its name."""
+        if key not in self._page_of and page not in self._hash_of:
+            self._page_of[key], self._hash_of[page] = page, key
+
+    def forget_all(self) -> None:
+        self._page_of.clear()
+        self._hash_of.clear()
+
+    def _forget(self, page: int) -> None:
+        key = self._hash_of.pop(page, None)
+        if key is not None:
+            del self._page_of[key]
+
+
+def block_hashes(known: Sequence[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Chain hashes of the full blocks of `tokens` that follow the `known` ones; `root` stands before the first.
+
+    128 bits of BLAKE2b over the hash before and the block's ids, so that a block's name tells its whole prefix.
+    """
+    fresh: list[bytes] = []
+    parent = known[-1] if known else root
+    for start in range(len(known) * block_size, len(tokens) - block_size + 1, block_size):
+        block = array("q", tokens[start : start + block_size]).tobytes()
+        parent = hashlib.blake2b(parent + block, digest_size=16).digest()
+        fresh.append(parent)
+    return fresh
+
+
+class PageTables:
+    """The block tables of all requests over all groups. `windows[g]` is None where group g keeps every token."""
+
+    def __init__(self, pages: Sequence[int], windows: Sequence[int | None], block_size: int, prefix_caching: bool) -> None:
+        self.pools = [PagePool(count) for count in pages]
+        self.windows = list(windows)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.changes: list[TableChange] = []
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def begin(self, request: Request, root: bytes) -> None:
+        """Empty tables for a request that enters; its cached prefix is found under `root`."""
+        request.pages = [[] for _ in self.pools]
+        request.trimmed = [0] * len(self.pools)
+        if request.cache_root != root:
+            request.hashes, request.cache_root = [], root
+        self.hash_blocks(request)
+
+    def hash_blocks(self, request: Request) -> None:
+        if self.prefix_caching:
+            request.hashes += block_hashes(request.hashes, request.cache_root, request.tokens, self.block_size)
+
+    def cached_blocks(self, request: Request) -> int:
+        """The longest usable cached prefix, in blocks; at least one token is always left to compute.
+
+        A prefix of n blocks is usable where each full group has all n, and each window group those that the first
+        token after it can see.
+        """
+        limit = min(len(request.hashes), (len(request.tokens) - 1) // self.block_size)
+        runs = [[0] for _ in self.pools]  # runs[g][n]: cached blocks of group g in a row that end with block n - 1
+        for count in range(limit):
+            found = [pool.find(request.hashes[count]) is not None for pool in self.pools]
+            if not all(hit for hit, window in zip(found, self.windows) if window is None):
+                limit = count
+                break
+            for run, hit in zip(runs, found):
+                run.append(run[-1] + 1 if hit else 0)
+        return next(n for n in range(limit, -1, -1) if all(r[n] >= n - b for r, b in zip(runs, self._first_blocks(n))))
+
+    def _first_blocks(self, n: int) -> list[int]:
+        return [self._first_block(group, n * self.block_size) for group in range(len(self.pools))]
+
+    def _first_block(self, group: int, position: int) -> int:
+        """The first block that a query at `position` still reads in `group`."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def adopt(self, request: Request, blocks: int) -> None:
+        """Share `blocks` cached blocks with a request whose tables are empty. Nothing of them is computed again."""
+        for group, (pool, first) in enumerate(zip(self.pools, self._first_blocks(blocks))):
+            for block in range(blocks):
+                page = PAD_PAGE
+                if block >= first:
+                    page = pool.find(request.hashes[block])
+                    assert page is not None
+                    pool.share(page)
+                    self.changes.append(TableChange(group, request.slot, block, page))
+                request.pages[group].append(page)
+            request.trimmed[group] = min(first, blocks)
+        request.computed = blocks * self.block_size
+        request.registered = blocks
+
+    def can_admit(self, request: Request, cached: int, tokens: int) -> bool:
+        """Whether `request` can adopt `cached` blocks and then grow to `tokens` in every group."""
+        for pool, first in zip(self.pools, self._first_blocks(cached)):
+            shared = [pool.find(key) for key in request.hashes[first:cached]]
+            revived = sum(page is not None and pool.is_free(page) for page in shared)
+            if self.blocks(tokens) - cached > pool.free - revived:
+                return False
+        return True
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Give `request` pages for its first `tokens` tokens in every group, or change nothing and return False.
+
+        Pages that no later query of the request can see are freed first.
+        """
+        self._trim(request)
+        wanted = self.blocks(tokens)
+        if any(wanted - len(table) > pool.free for table, pool in zip(request.pages, self.pools)):
+            return False
+        for group, (table, pool) in enumerate(zip(request.pages, self.pools)):
+            while len(table) < wanted:
+                table.append(pool.take())
+                self.changes.append(TableChange(group, request.slot, len(table) - 1, table[-1]))
+        return True
+
+    def _trim(self, request: Request) -> None:
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            table = request.pages[group]
+            first = min(self._first_block(group, request.computed), len(table))
+            for block in range(request.trimmed[group], first):
+                self.pools[group].give_back(table[block])
+                table[block] = PAD_PAGE
+                self.changes.append(TableChange(group, request.slot, block, PAD_PAGE))
+            request.trimmed[group] = max(first, request.trimmed[group])
+
+    def register(self, request: Request) -> None:
+        """Offer the blocks of `request` that are computed and whose tokens are confirmed to later requests."""
+        if not self.prefix_caching:
+            return
+        self.hash_blocks(request)
+        full = min(request.computed // self.block_size, len(request.hashes))
+        for block in range(request.registered, full):
+            for pool, table in zip(self.pools, request.pages):
+                if table[block] != PAD_PAGE:
+                    pool.register(table[block], request.hashes[block])
+        request.registered = max(full, request.registered)
+
+    def release(self, request: Request) -> None:
+        """Give back every page, the last blocks first, so that the start of a prefix outlives its end."""
+        for pool, table in zip(self.pools, request.pages):
+            for page in reversed(table):
+                if page != PAD_PAGE:
+                    pool.give_back(page)
+        request.pages, request.trimmed = [], []
+        request.computed = request.registered = 0
+
+    def take_changes(self) -> list[TableChange]:
+        changes, self.changes = self.changes, []
+        return changes
+
+    def forget_all(self) -> None:
+        for pool in self.pools:
+            pool.forget_all()

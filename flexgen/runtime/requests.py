@@ -1,0 +1,166 @@
+"""One answer in the making (`Request`) and the prompt that it belongs to (`RequestGroup`)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flexgen.runtime.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from flexgen.runtime.params import RequestOutputKind, SamplingParams
+from flexgen.runtime.stops import Detokenizer, StopRules
+
+if TYPE_CHECKING:
+    from flexgen.runtime.rules import HostRules
+
+
+@dataclass(eq=False)
+class Request:
+    """State of one answer. All of it survives preemption except `slot`, `pages`, `trimmed` and `computed`.
+
+    tokens      prompt and confirmed output ids
+    unread      tokens sampled on the device that the host has not read yet
+    computed    positions whose K/V (or state) is written by the steps launched so far
+    pages       per page group, the page of each block; 0 where the block was freed behind a window
+    trimmed     per page group, blocks before this index are freed
+    hashes      chain hash of each full block of `tokens`, and `registered`, how many of them the prefix cache knows
+    """
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stops: StopRules
+    rules: HostRules | None = None
+    detokenizer: Detokenizer | None = None
+    deadline: float | None = None
+
+    tokens: list[int] = field(default_factory=list)
+    unread: int = 0
+    computed: int = 0
+    slot: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+    trimmed: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    registered: int = 0
+    cache_root: bytes = b""
+    cached_tokens: int = 0
+
+    text: str = ""
+    decoded: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        if self.params.logprobs is not None:
+            self.logprobs = []
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def length(self) -> int:
+        """Tokens known to the device: confirmed ones and those not read yet."""
+        return len(self.tokens) + self.unread
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def most_tokens(self) -> int:
+        """Length at which this request ends whatever it generates."""
+        return len(self.prompt) + self.stops.max_tokens
+
+    @property
+    def reads_no_cache(self) -> bool:
+        """Whether cached prefixes are of no use: prompt_logprobs need every position, or the caller said so."""
+        return self.params.prompt_logprobs is not None or bool(self.params.skip_reading_prefix_cache)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only its last token is left to compute, which the device tables alone describe."""
+        return self.computed == self.length - 1
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def catch_up_text(self) -> None:
+        """Decode the tokens that `text` lacks; a finished answer holds back nothing."""
+        if self.detokenizer is None:
+            return
+        ids = self.tokens[len(self.prompt) + self.decoded :]
+        self.decoded += len(ids)
+        if self.finish_reason == "stop" and not isinstance(self.stop_reason, str) and ids:
+            ids = ids if self.params.include_stop_str_in_output else ids[:-1]  # the token that ended it is not text
+        self.text += self.detokenizer.push(ids)
+        if self.finished:
+            self.text += self.detokenizer.flush()
+
+
+@dataclass(eq=False)
+class RequestGroup:
+    """A prompt and its n answers. `version` rises whenever one of them grows or ends."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    requests: list[Request]
+    arrival: float = field(default_factory=time.monotonic)
+    version: int = 0
+    _sent: list[tuple[int, int]] = field(default_factory=list, repr=False)
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+    @property
+    def error(self) -> str | None:
+        return next((request.error for request in self.requests if request.error), None)
+
+    def output(self) -> RequestOutput:
+        """Everything so far; with `RequestOutputKind.DELTA`, what is new since the last call."""
+        delta = self.params.output_kind is RequestOutputKind.DELTA
+        first = self.requests[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            outputs=[self._completion(index, request, delta) for index, request in enumerate(self.requests)],
+            finished=self.finished,
+            prompt_logprobs=first.prompt_logprobs,
+            num_cached_tokens=first.cached_tokens,
+        )
+
+    def _completion(self, index: int, request: Request, delta: bool) -> CompletionOutput:
+        request.catch_up_text()
+        shown = len(request.text) if request.finished else max(0, len(request.text) - request.stops.held_back)
+        text_from, tokens_from = self._since(index, shown, request.produced) if delta else (0, 0)
+        return CompletionOutput(
+            index=index,
+            text=request.text[text_from:shown],
+            token_ids=request.tokens[len(request.prompt) + tokens_from :],
+            cumulative_logprob=None if request.logprobs is None else request.cumulative_logprob,
+            logprobs=None if request.logprobs is None else request.logprobs[tokens_from:],
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _since(self, index: int, text: int, tokens: int) -> tuple[int, int]:
+        if not self._sent:
+            self._sent = [(0, 0)] * len(self.requests)
+        before, self._sent[index] = self._sent[index], (text, tokens)
+        return before
