@@ -198,3 +198,26 @@ def _attend(
 @_attend.register_fake
 def _attend_fake(q_TNH: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q_TNH)
+
+
+@_attend.register_kernel("cuda")
+def _attend_cuda(
+    q_TNH: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table_RB: Tensor,
+    starts_R: Tensor,
+    lengths_R: Tensor,
+    max_query: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    softmax_fp32: bool,
+) -> Tensor:
+    """The kernel's softmax is fp32 throughout, which is at least as exact as what `softmax_fp32=False` asks."""
+    from flexgen.runtime.kernels import paged_attention  # Triton is there where CUDA is
+
+    return paged_attention.attend(
+        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, max_query, scale, window, sinks, softcap
+    )

@@ -8,8 +8,9 @@ Shape suffixes: T tokens, D model width, I inner width of an expert, E experts, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,27 @@ def split_gate_up(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The experts of a layer and how they lie in memory. Biases: (E, 2I) and (E, D)."""
+
+    gate_up: Tensor
+    down: Tensor
+    layout: Layout
+    interleaved: bool = False
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @property
+    def inner(self) -> int:
+        """I, the inner width of one expert."""
+        return self.down.shape[2 if self.layout == "out_in" else 1]
+
+    def flat(self, gate: Gate) -> dict[str, Any]:
+        """Itself and the gate as keyword arguments of an operator."""
+        return {**vars(self), "act": gate.act, "alpha": gate.alpha, "limit": gate.limit, "up_offset": gate.up_offset}
+
+
 def experts(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -78,21 +100,76 @@ def experts(
 
     weights_TK may be fp32 in a 16-bit model: the product with them is then fp32. Biases: (E, 2I) and (E, D).
     """
-    return torch.ops.flexgen.experts_loop(
-        x_TD,
-        weights_TK,
-        experts_TK,
-        gate_up,
-        down,
-        act,
-        layout,
-        interleaved,
-        gate_up_bias,
-        down_bias,
-        alpha,
-        limit,
-        up_offset,
-    )
+    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
+    run = choose(x_TD, weights)
+    return run(x_TD, weights_TK, experts_TK, weights, Gate(act, alpha, limit, up_offset))
+
+
+# ---------------------------------------------------------------- backends
+
+
+def loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """An expert at a time, in the order and with the casts of transformers' eager loop: the reference."""
+    return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, **weights.flat(gate))
+
+
+def grouped(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """Tokens sorted by expert, two grouped matrix products, K contributions a token summed in fp32.
+
+    Every route has an expert, so the groups cover all rows and none is left unwritten. Counting by scatter_add, since
+    bincount waits for the device.
+    """
+    choices = experts_TK.shape[1]
+    of_route_M = experts_TK.flatten()
+    order_M = of_route_M.argsort(stable=True)
+    sorted_M, token_M = of_route_M[order_M], order_M // choices
+    counts_E = torch.zeros(weights.gate_up.shape[0], dtype=torch.int32, device=x_TD.device)
+    offsets_E = counts_E.scatter_add(0, of_route_M, torch.ones_like(of_route_M, dtype=torch.int32)).cumsum(0).int()
+
+    def linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = F.grouped_mm(h, weight.transpose(1, 2) if weights.layout == "out_in" else weight, offs=offsets_E)
+        return y if bias is None else y + bias[sorted_M]
+
+    h = linear(x_TD[token_M], weights.gate_up, weights.gate_up_bias)
+    h = linear(gate(*split_gate_up(h, weights.interleaved)), weights.down, weights.down_bias)
+    h = (h * weights_TK.flatten()[order_M, None]).to(x_TD.dtype)
+    y_MD = torch.empty_like(h).index_copy(0, order_M, h)
+    return y_MD.unflatten(0, (-1, choices)).sum(dim=1, dtype=torch.float32).to(x_TD.dtype)
+
+
+def routed(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """The Triton kernels for decode sizes; the sum over a token's K experts stays open to fusion."""
+    parts_TKD = torch.ops.flexgen.experts_routed(x_TD, weights_TK, experts_TK, **weights.flat(gate))
+    return parts_TKD.sum(dim=1).to(x_TD.dtype)
+
+
+def _serves_routed(x_TD: Tensor, weights: Weights) -> bool:
+    return x_TD.is_cuda and x_TD.shape[0] <= ROUTED_TOKENS
+
+
+def _serves_grouped(x_TD: Tensor, weights: Weights) -> bool:
+    """bf16, and strides of 16 bytes throughout, which grouped_mm wants."""
+    step = 16 // x_TD.element_size()
+    strides = (*weights.gate_up.stride()[:2], *weights.down.stride()[:2], weights.inner, x_TD.shape[1])
+    return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and all(stride % step == 0 for stride in strides)
+
+
+ROUTED_TOKENS = 256
+"""Tokens up to which the decode kernels run. Beyond them a matrix product no longer waits for weights alone."""
+
+Backend = Callable[[Tensor, Tensor, Tensor, Weights, Gate], Tensor]
+
+BACKENDS: tuple[tuple[Callable[[Tensor, Weights], bool], Backend], ...] = (
+    (_serves_routed, routed),
+    (_serves_grouped, grouped),
+    (lambda x_TD, weights: True, loop),
+)
+"""The first that serves is taken: on a host the reference, which rounds where transformers does."""
+
+
+def choose(x_TD: Tensor, weights: Weights) -> Backend:
+    """The backend for these tokens; only shapes, dtypes, strides and the device decide."""
+    return next(run for serves, run in BACKENDS if serves(x_TD, weights))
 
 
 @torch.library.custom_op("flexgen::experts_loop", mutates_args=())
@@ -102,26 +179,23 @@ def _experts_loop(
     experts_TK: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    act: str,
     layout: str,
     interleaved: bool,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    act: str,
     alpha: float | None,
     limit: float | None,
     up_offset: float,
 ) -> Tensor:
-    """An expert at a time, ascending, with the order and casts of transformers' eager loop: the reference.
-
-    An opaque operator, since which experts run depends on the data.
-    """
-    gate_act = Gate(act, alpha, limit, up_offset)
+    """An opaque operator, since which experts run depends on the data. Experts ascend, sums are in x's dtype."""
+    gate = Gate(act, alpha, limit, up_offset)
     y_TD = torch.zeros_like(x_TD)
     experts_KT = experts_TK.T
     for expert in experts_TK.unique().tolist():
         choice, token = torch.where(experts_KT == expert)
         h = _linear(x_TD[token], gate_up, gate_up_bias, expert, layout)
-        h = gate_act(*split_gate_up(h, interleaved))
+        h = gate(*split_gate_up(h, interleaved))
         h = _linear(h, down, down_bias, expert, layout) * weights_TK[token, choice, None]
         y_TD.index_add_(0, token, h.to(y_TD.dtype))
     return y_TD
@@ -135,3 +209,30 @@ def _experts_loop_fake(x_TD: Tensor, *_: object) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout: str) -> Tensor:
     y = F.linear(x, weight[expert]) if layout == "out_in" else x @ weight[expert]
     return y if bias is None else y + bias[expert]
+
+
+@torch.library.custom_op("flexgen::experts_routed", mutates_args=(), device_types="cuda")
+def _experts_routed(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    layout: str,
+    interleaved: bool,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    act: str,
+    alpha: float | None,
+    limit: float | None,
+    up_offset: float,
+) -> Tensor:
+    from flexgen.runtime.kernels.experts import weighted_routes  # Triton is there where CUDA is
+
+    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
+    return weighted_routes(x_TD, weights_TK, experts_TK, **weights.flat(Gate(act, alpha, limit, up_offset)))
+
+
+@_experts_routed.register_fake
+def _experts_routed_fake(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
+    return x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]), dtype=torch.float32)

@@ -86,6 +86,27 @@ def _delta_rule_fake(q_THk: Tensor, k_THk: Tensor, v_TVv: Tensor, *_: object) ->
     return torch.empty_like(v_TVv)
 
 
+@_delta_rule.register_kernel("cuda")
+def _delta_rule_cuda(
+    q_THk: Tensor,
+    k_THk: Tensor,
+    v_TVv: Tensor,
+    g_TV: Tensor,
+    beta_TV: Tensor,
+    state: Tensor,
+    starts_R: Tensor,
+    state_R: Tensor,
+    max_query: int,
+) -> Tensor:
+    """A Triton kernel for decode; for prefill the plain chunked form, which reads `starts_R` on the host."""
+    from flexgen.runtime.kernels.delta_rule import delta_step  # Triton is there where CUDA is
+
+    if max_query == 1:
+        return delta_step(q_THk, k_THk, v_TVv, g_TV, beta_TV, state, state_R)
+    inputs = (*_unit_heads(q_THk, k_THk, v_TVv.shape[1]), v_TVv.float(), g_TV.float(), beta_TV.float())
+    return chunked_rule(*inputs, state, starts_R, state_R).to(v_TVv.dtype)
+
+
 def _unit_heads(q_THk: Tensor, k_THk: Tensor, value_heads: int) -> tuple[Tensor, Tensor]:
     """q and k at unit length in fp32, q scaled, both repeated to the value heads."""
     group = value_heads // k_THk.shape[1]

@@ -10,6 +10,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
+from flexgen.runtime import moe
 from flexgen.runtime.moe import experts, renormalise, top_k
 
 torch.set_num_threads(1)
@@ -140,3 +141,36 @@ def test_traces_as_one_graph_with_dynamic_lengths():
     for tokens in (3, 7):
         x, scores = torch.randn(tokens, 12), torch.rand(tokens, 5)
         torch.testing.assert_close(block(x, scores), block._torchdynamo_orig_callable(x, scores))
+
+
+@pytest.mark.parametrize("oriented", ["out_in", "in_out"])
+def test_grouped_products_equal_the_loop(oriented):
+    torch.manual_seed(6)
+    module = standard(5, 24, 16, torch.float32) if oriented == "out_in" else gpt_oss(5, 24, 16, torch.float32)
+    weights = moe.Weights(module.gate_up_proj, module.down_proj, oriented)
+    gate = moe.Gate()
+    if oriented == "in_out":
+        biases = (module.gate_up_proj_bias, module.down_proj_bias)
+        weights = moe.Weights(module.gate_up_proj, module.down_proj, oriented, True, *biases)
+        gate = moe.Gate(alpha=1.702, limit=0.7, up_offset=1.0)
+    for tokens, k in ((1, 1), (3, 2), (40, 5)):
+        x = torch.randn(tokens, 24)
+        chosen = routes(tokens, 5, k)
+        torch.testing.assert_close(moe.grouped(x, *chosen, weights, gate), moe.loop(x, *chosen, weights, gate))
+
+
+def test_grouped_products_trace_as_one_graph():
+    torch.manual_seed(7)
+    module = standard(4, 24, 16, torch.bfloat16)
+    weights = moe.Weights(module.gate_up_proj, module.down_proj, "out_in")
+    traced = torch.compile(moe.grouped, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (4, 9):
+        x, chosen = torch.randn(tokens, 24).bfloat16(), routes(tokens, 4, 2)
+        expected = moe.grouped(x, *chosen, weights, moe.Gate())
+        torch.testing.assert_close(traced(x, *chosen, weights, moe.Gate()), expected)
+
+
+def test_a_host_takes_the_reference():
+    module = standard(4, 24, 16, torch.bfloat16)
+    weights = moe.Weights(module.gate_up_proj, module.down_proj, "out_in")
+    assert moe.choose(torch.zeros(3, 24).bfloat16(), weights) is moe.loop

@@ -1,9 +1,9 @@
 """Routed expert MLPs in Triton for decode sizes: every chosen expert's weights are read once.
 
 Three launches. Routes (a token's choice of an expert) are sorted by expert and cut into blocks of BLOCK_M of one expert.
-Then two grouped matrix products: gate and up with their activation, and down times the routing weight. The last one writes
-each route's own fp32 row, so sums keep one order; the caller adds a token's K rows, which the compiler fuses with what
-follows. How many blocks there are is bounded by shapes; blocks beyond the data return at once.
+Then two grouped matrix products: gate and up with their activation, and down times the routing weight. The last one
+writes each route's own fp32 row, so sums keep one order; the caller adds a token's K rows, which the compiler fuses with
+what follows. Shapes bound the number of blocks; blocks beyond the data return at once.
 
 Shape suffixes: T tokens, D model width, I inner width, E experts, K experts of a token, M = T K routes.
 """
@@ -39,7 +39,7 @@ def _sort_kernel(  # noqa: ANN202
     e = tl.arange(0, BLOCK_E)
     of_expert = tl.where(e < count, tl.cdiv(tl.histogram(ids, BLOCK_E), BLOCK_M), 0)
     first = tl.sum(tl.where(e < expert, of_expert, 0), 0)
-    for n in range(0, tl.cdiv(rows, BLOCK_M)):
+    for n in range(tl.cdiv(rows, BLOCK_M)):
         tl.store(block_expert + first + n, expert)
         tl.store(block_start + first + n, before + n * BLOCK_M)
         tl.store(block_rows + first + n, tl.minimum(rows - n * BLOCK_M, BLOCK_M))
@@ -97,7 +97,9 @@ def _gate_up_kernel(  # noqa: ANN202
     for at in range(0, WIDTH, BLOCK_K):
         live_k = at + k < WIDTH
         x_mk = tl.load(
-            x + token[:, None].to(tl.int64) * x_t + at + k[None, :], mask=(m < rows)[:, None] & live_k[None, :], other=0.0
+            x + token[:, None].to(tl.int64) * x_t + at + k[None, :],
+            mask=(m < rows)[:, None] & live_k[None, :],
+            other=0.0,
         )
         if INTERLEAVED:
             w_kn = tl.load(
@@ -202,14 +204,14 @@ def weighted_routes(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
+    *,
     gate_up: Tensor,
     down: Tensor,
-    *,
-    act: str,
     layout: str,
     interleaved: bool,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    act: str,
     alpha: float | None,
     limit: float | None,
     up_offset: float,

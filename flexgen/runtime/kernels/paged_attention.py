@@ -19,14 +19,15 @@ from torch import Tensor
 
 from flexgen.runtime.kernels.launch import processors
 
-_LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
+
 _TILE_BYTES = 16384
 _MAX_SPLITS = 32
 
 
 @triton.jit
 def _row_of_block(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, ANN202
-    """The row that owns query block `block`: row r's blocks begin at starts[r] // BLOCK_Q + r (gaps are idle blocks)."""
+    """The row of query block `block`: row r's blocks begin at starts[r] // BLOCK_Q + r, and gaps are idle blocks."""
     low, high = 0, rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -68,7 +69,9 @@ def _attend_kernel(  # noqa: ANN202
     token = (start + query).to(tl.int64)
     position = length - count + query
     q_mh = tl.load(
-        q + token[:, None] * q_t + head[:, None] * q_n + h[None, :], mask=live_m[:, None] & (h < WIDTH)[None, :], other=0.0
+        q + token[:, None] * q_t + head[:, None] * q_n + h[None, :],
+        mask=live_m[:, None] & (h < WIDTH)[None, :],
+        other=0.0,
     )
 
     stop = tl.minimum(length - count + first + BLOCK_Q, length)
@@ -96,7 +99,7 @@ def _attend_kernel(  # noqa: ANN202
         visible = live[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - safe[:, None])
@@ -109,7 +112,7 @@ def _attend_kernel(  # noqa: ANN202
     mask = live_m[:, None] & (h < WIDTH)[None, :]
     if SPLITS == 1:
         if SINKS:
-            sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
             new_best = tl.maximum(best, sink)
             shrink = tl.exp2(best - new_best)
             total = total * shrink + tl.exp2(sink - new_best)
@@ -139,7 +142,7 @@ def _merge_kernel(  # noqa: ANN202
     most = tl.load(part_max + part, mask=split < SPLITS, other=float("-inf"))
     best = tl.max(most, 0)
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         best = tl.maximum(best, sink)
     best = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp2(most - best)

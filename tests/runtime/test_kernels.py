@@ -1,0 +1,165 @@
+"""The Triton kernels against their references, on a host through Triton's interpreter.
+
+The interpreter must be chosen before Triton is first imported, so one test runs this file again in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_under_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-q", __file__]
+        result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+else:
+    from test_attention import Requests
+    from test_recurrent import KEY, VALUE, VALUE_HEADS, delta_inputs, states, step_of
+
+    from flexgen.runtime import attention, moe
+    from flexgen.runtime.kernels import delta_rule, experts, paged_attention
+    from flexgen.runtime.recurrent import delta_rule as delta_reference
+
+    def attend(requests, scale, *, splits=None, sinks=None, softcap=None):
+        step, q = requests.step, torch.cat(requests.queries)
+        arguments = (q, requests.layer.k_pages, requests.table, step.max_query, requests.window)
+        launch = paged_attention.Launch.of(*arguments)
+        if splits is not None:
+            launch = paged_attention.Launch(**{**vars(launch), "splits": splits})
+        return paged_attention.attend(
+            q,
+            requests.layer.k_pages,
+            requests.layer.v_pages,
+            requests.table,
+            step.starts_R,
+            step.lengths_R,
+            step.max_query,
+            scale,
+            requests.window,
+            sinks,
+            softcap,
+            launch,
+        )
+
+    def expect(requests, scale, sinks=None, softcap=None):
+        scoring, step = attention.Scoring(scale, requests.window, sinks, softcap, True), requests.step
+        pools = (requests.layer.k_pages, requests.layer.v_pages, requests.table)
+        q = torch.cat(requests.queries)
+        return attention.attend_rows(attention.reference, q, *pools, step.starts_R, step.lengths_R, scoring)
+
+    BATCHES = {
+        "decode": ([1, 1, 1], [70, 3, 33]),
+        "prefill": ([19, 40], [19, 40]),
+        "mixed": ([1, 30, 1, 7], [37, 30, 1, 50]),
+    }
+
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize("window", [None, 9])
+    @pytest.mark.parametrize("sunk", [False, True])
+    def test_attention_equals_the_reference(batch, splits, window, sunk):
+        torch.manual_seed(0)
+        requests = Requests(*BATCHES[batch], heads=6, kv_heads=2, width=16, page_size=16, window=window)
+        sinks = torch.randn(6) if sunk else None
+        result = attend(requests, 0.3, splits=splits, sinks=sinks)
+        torch.testing.assert_close(result, expect(requests, 0.3, sinks), atol=2e-6, rtol=1e-5)
+
+    @pytest.mark.parametrize("heads, kv_heads, width, page_size", [(5, 1, 80, 16), (4, 4, 64, 32), (8, 1, 24, 128)])
+    @pytest.mark.parametrize("batch", ["decode", "mixed"])
+    def test_attention_of_any_shape(batch, heads, kv_heads, width, page_size):
+        torch.manual_seed(1)
+        requests = Requests(*BATCHES[batch], heads=heads, kv_heads=kv_heads, width=width, page_size=page_size)
+        torch.testing.assert_close(attend(requests, 0.1), expect(requests, 0.1), atol=5e-6, rtol=1e-5)
+
+    @pytest.mark.parametrize("splits", [1, 4])
+    def test_attention_caps_scores(splits):
+        torch.manual_seed(2)
+        requests = Requests([1, 5], [40, 12], width=16)
+        result = attend(requests, 2.0, splits=splits, softcap=3.0)
+        torch.testing.assert_close(result, expect(requests, 2.0, softcap=3.0), atol=5e-6, rtol=1e-5)
+        assert not torch.allclose(result, expect(requests, 2.0), atol=1e-3)
+
+    def test_attention_reads_queries_that_are_a_slice():
+        torch.manual_seed(3)
+        requests = Requests([3, 2], [8, 4], width=16)
+        expected = expect(requests, 0.3)
+        for row, q in enumerate(requests.queries):
+            requests.queries[row] = torch.cat((q, torch.full_like(q, float("nan"))), dim=-1)[..., :16]
+        assert torch.equal(attend(requests, 0.3), attend(requests, 0.3))
+        torch.testing.assert_close(attend(requests, 0.3), expected, atol=2e-6, rtol=1e-5)
+
+    GPT_OSS = moe.Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
+    FORMS = {
+        "out_in": ("out_in", False, False, moe.Gate()),
+        "gelu": ("out_in", False, True, moe.Gate("gelu")),
+        "gelu_tanh": ("in_out", False, False, moe.Gate("gelu_tanh")),
+        "relu": ("in_out", True, False, moe.Gate("relu")),
+        "gpt_oss": ("in_out", True, True, GPT_OSS),
+        "limited": ("out_in", False, True, GPT_OSS),
+    }
+
+    def expert_weights(form, count, width, inner):
+        layout, interleaved, biased, gate = FORMS[form]
+        gate_up, down = torch.randn(count, 2 * inner, width) * 0.3, torch.randn(count, width, inner) * 0.3
+        if layout == "in_out":
+            gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+        biases = (torch.randn(count, 2 * inner), torch.randn(count, width)) if biased else (None, None)
+        return moe.Weights(gate_up, down, layout, interleaved, *biases), gate
+
+    def assert_experts_agree(x, weights_TK, experts_TK, weights, gate, launch=None):
+        arguments = weights.flat(gate)
+        parts = experts.weighted_routes(x, weights_TK, experts_TK, **arguments, launch=launch)
+        expected = moe.loop(x, weights_TK, experts_TK, weights, gate)
+        torch.testing.assert_close(parts.sum(1), expected, atol=2e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("tokens, count, k", [(1, 4, 2), (3, 5, 5), (37, 3, 2)])
+    def test_experts_equal_the_loop(form, tokens, count, k):
+        torch.manual_seed(4)
+        weights, gate = expert_weights(form, count, 40, 24)
+        scores = torch.rand(tokens, count)
+        assert_experts_agree(torch.randn(tokens, 40), *moe.top_k(scores, k), weights, gate)
+
+    @pytest.mark.parametrize("block_m", [16, 32])
+    def test_all_tokens_to_one_expert_and_nan_in_the_others(block_m):
+        torch.manual_seed(5)
+        weights, gate = expert_weights("out_in", 4, 40, 24)
+        weights.gate_up[[0, 1, 3]] = weights.down[[0, 1, 3]] = float("nan")
+        chosen = torch.full((50, 1), 2)
+        launch = experts.Launch(block_m, 50 // block_m + 4, 16, 32)
+        assert_experts_agree(torch.randn(50, 40), torch.rand(50, 1), chosen, weights, gate, launch)
+
+    @pytest.mark.parametrize("tokens, count, k", [(2, 7, 3), (64, 5, 2), (16, 128, 8), (40, 4, 4)])
+    @pytest.mark.parametrize("block_m", [16, 32])
+    def test_blocks_hold_each_route_once(tokens, count, k, block_m):
+        torch.manual_seed(6)
+        _, chosen = moe.top_k(torch.rand(tokens, count), k)
+        routes = tokens * k
+        launch = experts.Launch(block_m, min(routes, routes // block_m + min(count, routes)), 16, 16)
+        order, expert, start, rows = experts._sort(chosen, count, launch)
+        seen = []
+        for e, first, length in zip(expert.tolist(), start.tolist(), rows.tolist()):
+            assert 0 <= length <= block_m
+            taken = order[first : first + length].tolist() if length else []
+            assert all(chosen.flatten()[route] == e for route in taken)
+            seen += taken
+        assert sorted(seen) == list(range(routes))
+
+    def test_a_delta_step_equals_the_reference():
+        torch.manual_seed(7)
+        inputs, slots = delta_inputs(3), [4, 1, 2]
+        state = states(slots)
+        expected_state = state.clone()
+        expected = delta_reference(*inputs, expected_state, step_of([1, 1, 1], slots))
+        result = delta_rule.delta_step(*inputs, state, torch.tensor(slots))
+        assert result.shape == (3, VALUE_HEADS, VALUE) and state.shape[-2] == KEY
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(state, expected_state, atol=1e-6, rtol=1e-5, equal_nan=True)
