@@ -113,22 +113,25 @@ def build(
 
 @app.command()
 def schema(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where it differs.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where a file differs.")] = False,
 ) -> None:
-    """Write the JSON Schema that editors use."""
+    """Write the JSON Schema that editors use, and the reference pages made from the same models."""
     from flexgen.assets import root
+    from flexgen.spec.reference import diagnostics_catalogue, spec_reference
     from flexgen.spec.schema import json_schema
 
-    path = root("schema") / "flexgen.schema.json"
-    text = json_schema()
-    same = path.exists() and path.read_text() == text
-    if check and not same:
-        print(f"CHANGED {path}: flexgen schema")
-        raise typer.Exit(1)
-    if not check and not same:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        print(f"wrote {path}")
+    made = {
+        root("schema") / "flexgen.schema.json": json_schema(),
+        root("docs") / "spec.md": spec_reference(),
+        root("docs") / "diagnostics.md": diagnostics_catalogue(),
+    }
+    differs = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    for path in differs:
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(made[path])
+        print(f"CHANGED {path}: flexgen schema" if check else f"wrote {path}")
+    raise typer.Exit(1 if check and differs else 0)
 
 
 @app.command()

@@ -10,6 +10,7 @@ import pytest
 from flexgen.assets import root
 from flexgen.spec.diagnostics import SpecError
 from flexgen.spec.load import parse_spec
+from flexgen.spec.reference import diagnostics_catalogue, spec_reference
 from flexgen.spec.schema import json_schema
 from flexgen.spec.source import load
 
@@ -46,3 +47,8 @@ def test_editor_and_check_agree_on_broken_shapes(good, bad):
     assert not validator.is_valid(load(broken, "x.yaml").data)
     with pytest.raises(SpecError):
         parse_spec(broken, "x.yaml")
+
+
+def test_reference_pages_are_checked_in():
+    assert (root("docs") / "spec.md").read_text() == spec_reference()
+    assert (root("docs") / "diagnostics.md").read_text() == diagnostics_catalogue()
