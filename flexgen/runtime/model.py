@@ -1,0 +1,162 @@
+"""A generated package bound to one checkpoint: sizes, storage, layers and the walker that runs them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.runtime.abi import Layer, Pages, State, Step, Weight
+from flexgen.runtime.checkpoint import Checkpoint, LoadReport, check_tied, fill
+from flexgen.runtime.config import normalise, read_config
+from flexgen.runtime.errors import ConfigError
+from flexgen.runtime.package import Package, choose, load_package
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+class Model:
+    """One copy of the weights, laid out as transformers lays them out, and the walker that reads them.
+
+    layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
+    mixers    per layer, the entries that keep state; `state` says what each keeps
+    """
+
+    def __init__(self, package: Package, dims: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        self.package = package
+        self.dims = dims
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.directory: Path | None = None
+        self.report: LoadReport | None = None
+        self.weight_version = 0
+        self.state: dict[str, State] = package.walker.state(dims)
+        self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
+        self._check_windows()
+        self.weights = self._allocate("model")
+        self.layers = [self._allocate(kind) for kind in dims.kinds]
+        run = [package.walker.LAYERS[kind] for kind in dims.kinds]
+        self.walker = package.walker.Walker(dims, self.weights, self.layers, run)
+
+    # ------------------------------------------------------------ construction
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        spec: str | None = None,
+        generated: str | Path | None = None,
+        load_format: str = "auto",
+        ignore_config: Sequence[str] = (),
+    ) -> Model:
+        """Load a Hugging Face directory. `load_format="dummy"` needs config.json alone and draws random weights.
+
+        Raises ConfigError, CheckpointError or PackageError for what does not fit.
+        """
+        if load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
+        directory = Path(path)
+        raw = read_config(directory)
+        package = load_package(choose(raw, spec, generated))
+        config = normalise(raw, package.manifest["text_config"])
+        dims = package.walker.Dims.from_config(config, tuple(ignore_config))
+        where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = cls(package, dims, config, _dtype(dtype, config, raw), where)
+        model.directory = directory
+        if load_format == "dummy":
+            model._fill_random()
+        else:
+            model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP))
+        return model
+
+    def _table(self, kind: str) -> list[Weight]:
+        return [weight for rows in self.package.walker.WEIGHTS[kind] for weight in rows(self.dims)]
+
+    @torch.no_grad()
+    def _allocate(self, kind: str) -> Layer:
+        tensors: dict[str, Tensor | None] = {}
+        for weight in self._table(kind):
+            if not weight.present:
+                tensors[weight.role] = None
+            elif weight.same_as is not None:
+                tensors[weight.role] = tensors[weight.same_as]
+            else:
+                dtype = torch.float32 if weight.fp32 else self.dtype
+                tensors[weight.role] = torch.empty(weight.shape, dtype=dtype, device=self.device)
+        return Layer(**tensors)
+
+    def storages(self) -> Iterator[tuple[Layer, Weight, int | None]]:
+        """Every weight that has storage of its own: its layer object, its row of the table, its layer's index."""
+        for weight in self._table("model"):
+            if weight.present and weight.same_as is None:
+                yield self.weights, weight, None
+        for index, (layer, kind) in enumerate(zip(self.layers, self.dims.kinds, strict=True)):
+            for weight in self._table(kind):
+                if weight.present:
+                    yield layer, weight, index
+
+    def _fill(self, checkpoint: Checkpoint) -> LoadReport:
+        for layer, weight, index in self.storages():
+            fill(getattr(layer, weight.role), weight, index, checkpoint)
+        for weight in self._table("model"):
+            if weight.same_as is not None:
+                check_tied(getattr(self.weights, weight.role), weight, checkpoint)
+        return checkpoint.finish()
+
+    @torch.no_grad()
+    def _fill_random(self) -> None:
+        """Weights that route like a model: gains 1, matrices N(0, 0.02), routers N(0, 1); the same on every run."""
+        generator = torch.Generator(self.device)
+        for layer, weight, index in self.storages():
+            storage = getattr(layer, weight.role)
+            generator.manual_seed(zlib.crc32(f"{weight.role}.{index}".encode()))
+            if storage.dim() < 2:
+                storage.fill_(0.0 if "bias" in weight.role else 1.0)
+            else:
+                storage.normal_(0.0, 1.0 if weight.role.endswith("_router") else 0.02, generator=generator)
+
+    def _check_windows(self) -> None:
+        for name in {entry for mixers in self.mixers for entry in mixers}:
+            state = self.state[name]
+            if isinstance(state, Pages) and state.window is not None and state.window < 1:
+                raise ConfigError(f"{name} layers have a window of {state.window} tokens, and need at least 1")
+
+    # ------------------------------------------------------------ running
+
+    def make_rope_tables(self, length: int) -> None:
+        """Rotary tables for positions below `length`, shared by all layers of an entry."""
+        tables = self.package.attention.rope_tables(self.dims, length, self.dtype, self.device)
+        for layer, mixers in zip(self.layers, self.mixers, strict=True):
+            for entry in mixers:
+                if entry in tables:
+                    layer.rope_cos, layer.rope_sin = tables[entry]
+
+    @torch.no_grad()
+    def forward(self, ids_T: Tensor, step: Step) -> Tensor:
+        """Token ids (T,) -> hidden states (T, D) after the final norm; writes K/V pages and state."""
+        return self.walker.forward(ids_T, step)
+
+    @torch.no_grad()
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Hidden states (R, D) -> logits (R, V) in the model's dtype."""
+        return self.walker.logits(hidden_RD)
+
+
+def _dtype(wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any]) -> torch.dtype:
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    name = wanted
+    if wanted == "auto":
+        name = next((c[key] for c in (config, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}, and must be auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,109 @@
+"""Finds the generated package that serves a checkpoint, and loads it from its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexgen.assets import root
+from flexgen.runtime.abi import ABI
+from flexgen.runtime.config import broken_fence, merged, normalise
+from flexgen.runtime.errors import ConfigError, FlexgenError
+
+
+class PackageError(FlexgenError):
+    """A generated package that is missing, broken or of another ABI."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A loaded package: its manifest and its three modules."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    walker: types.ModuleType
+    attention: types.ModuleType
+    merge: types.ModuleType
+
+
+def find_packages(folder: Path | None = None) -> dict[str, Path]:
+    """The generated packages below a folder by name; the shipped ones where none is given."""
+    base = folder or root("generated")
+    return {path.parent.name: path.parent for path in sorted(base.glob("*/manifest.json"))}
+
+
+def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Path | None = None) -> Path:
+    """The folder of the one package whose model types and fences hold for a raw config.json.
+
+    `generated` is a package's folder, or a folder of packages; `spec` names one of them.
+    Raises ConfigError listing each candidate with the field that ruled it out.
+    """
+    base = Path(generated) if generated is not None else None
+    if base is not None and (base / "manifest.json").exists():
+        return base
+    packages = find_packages(base)
+    if spec is not None:
+        if spec not in packages:
+            raise ConfigError(f"no generated package `{spec}`: run `flexgen build {spec}`; there are {', '.join(packages)}")
+        return packages[spec]
+    reasons = {name: _ruled_out(read_manifest(folder), raw) for name, folder in packages.items()}
+    fitting = [name for name, reason in reasons.items() if reason is None]
+    if len(fitting) == 1:
+        return packages[fitting[0]]
+    if fitting:
+        raise ConfigError(f"several specs describe this checkpoint: {', '.join(fitting)}; pass spec=NAME")
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    raise ConfigError(f"no spec describes this checkpoint (model_type {raw.get('model_type')!r}):{listed}")
+
+
+def _ruled_out(manifest: Mapping[str, Any], raw: Mapping[str, Any]) -> str | None:
+    types_served = manifest["model_types"]
+    config = normalise(raw, manifest["text_config"])
+    if config.get("model_type") not in types_served and raw.get("model_type") not in types_served:
+        return f"serves model_type {', '.join(types_served)}"
+    return broken_fence(merged(config, manifest["defaults"]), manifest["require"])
+
+
+def read_manifest(folder: Path) -> Mapping[str, Any]:
+    """A package's manifest. Raises PackageError where it is missing, broken, or of another ABI."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        fix = f"flexgen build {manifest['source']}"
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise PackageError(f"{path} is no manifest of a generated package: {error}") from None
+    if manifest.get("abi") != ABI:
+        raise PackageError(f"{folder} has ABI {manifest.get('abi')}, and this runtime has {ABI}: run `{fix}`")
+    return manifest
+
+
+def load_package(folder: Path) -> Package:
+    """Import a package from its folder, under a module name made of its path. Warns where a file was edited by hand."""
+    folder = folder.resolve()
+    manifest = read_manifest(folder)
+    edited = [name for name, digest in manifest["files"].items() if _hash(folder / name) != digest]
+    if edited:
+        warnings.warn(f"edited by hand since it was generated: {', '.join(str(folder / n) for n in edited)}", stacklevel=2)
+    name = f"flexgen_generated_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}_{folder.name}"
+    if name not in sys.modules:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    walker, attention, merge = (importlib.import_module(f"{name}.{part}") for part in ("walker", "attention", "merge"))
+    if walker.ABI != ABI:
+        raise PackageError(f"{folder}/walker.py has ABI {walker.ABI}, and this runtime has {ABI}: run `flexgen build`")
+    return Package(folder, manifest, walker, attention, merge)
+
+
+def _hash(path: Path) -> str:
+    if not path.exists():
+        raise PackageError(f"{path} is missing: run `flexgen build`")
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

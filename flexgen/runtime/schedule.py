@@ -1,0 +1,101 @@
+"""Which layer has which kind: the selectors of a spec's schedule. Later rules win; a rule about an absent field does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flexgen.runtime.errors import ConfigError
+
+Target = str | Mapping[str, str]
+"""A kind, or what earlier rules chose to what it becomes."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The kind of layer i of n, given what earlier rules chose: None leaves it as it is."""
+
+    choose: Callable[[int, int, str | None], str | None]
+
+
+NOTHING = Rule(lambda index, layers, before: before)
+
+
+def everywhere(target: Target, when: object = True) -> Rule:
+    """Every layer."""
+    return _where(lambda index, layers: True, target, when)
+
+
+def pattern(kinds: Sequence[str], when: object = True) -> Rule:
+    """Kinds repeated over the depth."""
+    return Rule(lambda index, layers, before: kinds[index % len(kinds)]) if when else NOTHING
+
+
+def every(n: int | None, target: Target, when: object = True) -> Rule:
+    """Layers n, 2n, 3n, ... counted from 1."""
+    if n is not None and n < 1:
+        raise ConfigError(f"a schedule repeats every {n} layers, and needs at least 1")
+    return _where(lambda index, layers: (index + 1) % (n or 1) == 0, target, when) if n is not None else NOTHING
+
+
+def first(n: int | None, target: Target, when: object = True) -> Rule:
+    """The first n layers."""
+    return _where(lambda index, layers: index < (n or 0), target, when)
+
+
+def last(n: int | None, target: Target, when: object = True) -> Rule:
+    """The last n layers."""
+    return _where(lambda index, layers: index >= layers - (n or 0), target, when)
+
+
+def since(n: int | None, target: Target, when: object = True) -> Rule:
+    """Layers from index n on."""
+    return _where(lambda index, layers: index >= (n or 0), target, when) if n is not None else NOTHING
+
+
+def at(indices: Sequence[int] | None, target: Target, when: object = True) -> Rule:
+    """The listed layer indices."""
+    return _where(lambda index, layers: index in (indices or ()), target, when)
+
+
+def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = True) -> Rule:
+    """One value a layer, and the kind that each value means."""
+    if values is None or not when:
+        return NOTHING
+    listed = values
+
+    def choose(index: int, layers: int, before: str | None) -> str | None:
+        if len(listed) != layers:
+            raise ConfigError(f"config.json lists {len(listed)} layer types for {layers} layers")
+        value = str(listed[index])
+        if value not in kinds:
+            known = ", ".join(kinds)
+            raise ConfigError(f"layer {index} has type {value!r}, which this spec does not describe; it knows {known}")
+        return kinds[value]
+
+    return Rule(choose)
+
+
+def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:
+    """The kind of each layer. Raises ConfigError naming a layer that no rule reached."""
+    kinds: list[str] = []
+    for index in range(layers):
+        kind: str | None = None
+        for rule in rules:
+            kind = rule.choose(index, layers, kind)
+        if kind is None:
+            raise ConfigError(f"layer {index} of {layers} gets no kind from the schedule")
+        kinds.append(kind)
+    return tuple(kinds)
+
+
+def _where(selects: Callable[[int, int], bool], target: Target, when: object) -> Rule:
+    if not when:
+        return NOTHING
+
+    def choose(index: int, layers: int, before: str | None) -> str | None:
+        if not selects(index, layers):
+            return before
+        return target if isinstance(target, str) else target.get(before or "", before)
+
+    return Rule(choose)
