@@ -1,0 +1,39 @@
+"""The truth test: generated code against transformers in fp32, for every spec, whole, in chunks and in decode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import SPECS, Bench, expected, prompt, saved
+
+from flexgen.runtime.model import Model
+
+TOLERANCE = {"qwen3_5": 1e-3, "qwen3_5_moe": 1e-3}
+"""The delta rule: transformers' chunked form and a recurrence differ by this much."""
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_logits_equal_transformers(spec):
+    torch.set_num_threads(1)
+    reference, folder = saved(spec)
+    model = Model.load(folder, dtype="float32", device="cpu")
+    assert model.package.folder.name == spec
+    tokens = prompt(40)
+    wanted = expected(reference, tokens)
+    tolerance = TOLERANCE.get(spec, 1e-4)
+
+    whole = Bench(model).run({0: tokens})[0]
+    assert (whole - wanted).abs().max() < tolerance
+
+    bench = Bench(model, page=8)
+    chunks = [bench.run({1: tokens[a:b]})[1] for a, b in ((0, 1), (1, 17), (17, 20), (20, 40))]
+    assert (torch.cat(chunks) - wanted).abs().max() < tolerance
+
+    bench = Bench(model, page=8)
+    other = prompt(23, seed=9)
+    wanted_other = expected(reference, other)
+    bench.run({0: tokens[:30], 2: other[:13]})
+    for i in range(10):
+        got = bench.run({2: other[13 + i : 14 + i], 0: tokens[30 + i : 31 + i]})
+        assert (got[0][0] - wanted[30 + i]).abs().max() < tolerance
+        assert (got[2][0] - wanted_other[13 + i]).abs().max() < tolerance
