@@ -28,8 +28,9 @@ else:
     from flexgen.runtime.kernels import delta_rule, experts, paged_attention
     from flexgen.runtime.recurrent import delta_rule as delta_reference
 
-    def attend(requests, scale, *, splits=None, sinks=None, softcap=None):
-        step, q = requests.step, torch.cat(requests.queries)
+    def attend(requests, scale, *, splits=None, sinks=None, softcap=None, q=None):
+        step = requests.step
+        q = torch.cat(requests.queries) if q is None else q
         arguments = (q, requests.layer.k_pages, requests.table, step.max_query, requests.window)
         launch = paged_attention.Launch.of(*arguments)
         if splits is not None:
@@ -87,14 +88,21 @@ else:
         torch.testing.assert_close(result, expect(requests, 2.0, softcap=3.0), atol=5e-6, rtol=1e-5)
         assert not torch.allclose(result, expect(requests, 2.0), atol=1e-3)
 
+    @pytest.mark.parametrize("batch", BATCHES)
+    def test_attention_in_16_bits(batch):
+        """fp16: the interpreter multiplies bf16 matrices bit pattern by bit pattern."""
+        torch.manual_seed(8)
+        requests = Requests(*BATCHES[batch], width=32, dtype=torch.float16)
+        torch.testing.assert_close(attend(requests, 0.2), expect(requests, 0.2), atol=2e-3, rtol=2e-3)
+
     def test_attention_reads_queries_that_are_a_slice():
         torch.manual_seed(3)
         requests = Requests([3, 2], [8, 4], width=16)
         expected = expect(requests, 0.3)
-        for row, q in enumerate(requests.queries):
-            requests.queries[row] = torch.cat((q, torch.full_like(q, float("nan"))), dim=-1)[..., :16]
-        assert torch.equal(attend(requests, 0.3), attend(requests, 0.3))
-        torch.testing.assert_close(attend(requests, 0.3), expected, atol=2e-6, rtol=1e-5)
+        packed = torch.cat(requests.queries)
+        wide = torch.cat((packed, torch.full_like(packed, float("nan"))), dim=-1)
+        result = attend(requests, 0.3, q=wide[..., :16])
+        torch.testing.assert_close(result, expected, atol=2e-6, rtol=1e-5)
 
     GPT_OSS = moe.Gate("silu", alpha=1.702, limit=0.7, up_offset=1.0)
     FORMS = {
@@ -127,6 +135,16 @@ else:
         weights, gate = expert_weights(form, count, 40, 24)
         scores = torch.rand(tokens, count)
         assert_experts_agree(torch.randn(tokens, 40), *moe.top_k(scores, k), weights, gate)
+
+    @pytest.mark.parametrize("form", ["out_in", "gpt_oss"])
+    def test_experts_in_16_bits_take_fp32_routing_weights(form):
+        torch.manual_seed(9)
+        weights, gate = expert_weights(form, 5, 40, 24)
+        x, chosen = torch.randn(9, 40), moe.top_k(torch.rand(9, 5), 2)
+        halves = moe.Weights(*(w.half() if isinstance(w, torch.Tensor) else w for w in vars(weights).values()))
+        parts = experts.weighted_routes(x.half(), *chosen, **halves.flat(gate))
+        assert parts.dtype == torch.float32
+        torch.testing.assert_close(parts.sum(1), moe.loop(x, *chosen, weights, gate), atol=5e-3, rtol=5e-3)
 
     @pytest.mark.parametrize("block_m", [16, 32])
     def test_all_tokens_to_one_expert_and_nan_in_the_others(block_m):

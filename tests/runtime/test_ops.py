@@ -110,3 +110,8 @@ def test_traces_as_one_graph_with_dynamic_lengths():
     for tokens in (3, 8):
         x, positions = torch.randn(tokens, 2, 16), torch.arange(tokens)
         torch.testing.assert_close(layer(x, positions), layer._torchdynamo_orig_callable(x, positions))
+
+
+def test_rounded_is_the_number_that_the_dtype_holds():
+    assert ops.rounded(53.0659966, torch.bfloat16) == torch.tensor(53.0659966).bfloat16().item() == 53.0
+    assert ops.rounded(53.0, torch.float32) == 53.0
