@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Request:
     """State of one answer. All of it survives preemption except `slot`, `pages`, `trimmed` and `computed`.
 
+    stop_ids    every id that ends a text, which min_tokens keeps from being drawn
+    banned_tokens  bad words of one token
     tokens      prompt and confirmed output ids
     unread      tokens sampled on the device that the host has not read yet
     computed    positions whose K/V (or state) is written by the steps launched so far
@@ -31,6 +33,8 @@ class Request:
     params: SamplingParams
     seed: int
     stops: StopRules
+    stop_ids: tuple[int, ...] = ()
+    banned_tokens: tuple[int, ...] = ()
     rules: HostRules | None = None
     detokenizer: Detokenizer | None = None
     deadline: float | None = None
@@ -108,6 +112,16 @@ class Request:
         self.text += self.detokenizer.push(ids)
         if self.finished:
             self.text += self.detokenizer.flush()
+
+    def check_stop_strings(self) -> None:
+        """Bring the text up to date and end where a stop string is complete; it decides over any other ending."""
+        before = len(self.text)
+        self.catch_up_text()
+        found = self.stops.by_text(self.text, len(self.text) - before) if self.produced > self.stops.min_tokens else None
+        if found is not None:
+            string, end = found
+            self.text, self.detokenizer = self.text[:end], None
+            self.finish("stop", string)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from flexgen.runtime.params import SamplingParams
 from flexgen.runtime.randoms import exponential_noise
 from flexgen.runtime.requests import Request
+from flexgen.runtime.transfer import upload
 
 NEVER = float("-inf")
 
@@ -90,14 +91,14 @@ class SamplingTables:
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Write the parameters of requests that just got their slots."""
-        slots = torch.tensor([request.slot for request in requests], device=self.device)
+        slots = upload([request.slot for request in requests], self.device)
         numbers = [_numbers(request.params) for request in requests]
-        self.numbers_S6[slots] = torch.tensor(numbers, dtype=torch.float32, device=self.device)
+        self.numbers_S6[slots] = upload(numbers, self.device, torch.float32)
         integers = [
             (0 if r.params.greedy else max(r.params.top_k, 0), r.seed, len(r.prompt) + r.params.min_tokens)
             for r in requests
         ]
-        self.integers_S3[slots] = torch.tensor(integers, dtype=torch.int64, device=self.device)
+        self.integers_S3[slots] = upload(integers, self.device)
         for request in requests:
             self._enter_wide(request)
 
@@ -129,13 +130,13 @@ class SamplingTables:
             row.fill_(NEVER)
             row[self._ids(params.allowed_token_ids)] = 0
         if params.logit_bias:
-            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=self.device)
+            values = upload(list(params.logit_bias.values()), self.device, torch.float32)
             row[self._ids(list(params.logit_bias))] += values
         row[self._ids(request.banned_tokens)] = NEVER
         return row
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
+        return upload(list(ids), self.device)
 
 
 def _numbers(params: SamplingParams) -> tuple[float, ...]:

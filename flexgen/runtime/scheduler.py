@@ -86,7 +86,7 @@ class Scheduler:
         budget, preempted = self.max_num_batched_tokens, False
         decoders = sum(request.decoding for request in self.running)
         for request in list(self.running):
-            if not request.slot or request.length >= request.most_tokens and request.unread:
+            if not request.slot or (request.length >= request.most_tokens and request.unread):
                 decoders -= request.slot > 0 and request.decoding
                 continue  # preempted above, or its last token is on its way
             decoders -= request.decoding

@@ -1,0 +1,344 @@
+"""The engine: requests in, steps, tokens out. `LLM` and `AsyncEngine` are two ways to drive it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flexgen.runtime.cache import Cache, has_recurrent_state, page_groups
+from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.metrics import Metrics
+from flexgen.runtime.options import EngineOptions, size_pools
+from flexgen.runtime.outputs import Logprob, TokenLogprobs
+from flexgen.runtime.pages import PageTables
+from flexgen.runtime.params import SamplingParams
+from flexgen.runtime.requests import Request, RequestGroup
+from flexgen.runtime.rules import HostRules, bad_word_ids
+from flexgen.runtime.runner import InFlight, PromptScores, Runner
+from flexgen.runtime.scheduler import Row, Scheduler, StepPlan
+from flexgen.runtime.stops import Detokenizer, StopRules
+from flexgen.runtime.structured import GrammarCompiler
+from flexgen.runtime.tokens import Tokens
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model, its pages and slots, and all requests on them. Not safe for several threads.
+
+    Raises ValueError for a request that it cannot serve, with the numbers, and then holds nothing of it.
+    """
+
+    def __init__(self, model: Any, tokens: Tokens, options: EngineOptions) -> None:
+        self.model, self.tokens, self.options = model, tokens, options
+        self.metrics = Metrics()
+        self.prefix_caching = options.enable_prefix_caching and not has_recurrent_state(model.state)
+        if options.enable_prefix_caching and not self.prefix_caching:
+            log.info("prefix caching is off: this model has recurrent state, which is not kept at block ends")
+        groups = page_groups(model.mixers, model.state)
+        pages = size_pools(model, groups, options)
+        self.cache = Cache(model, groups, pages, options.block_size, options.max_num_seqs)
+        windows = [group.geometry.window for group in groups]
+        self.tables = PageTables(pages, windows, options.block_size, self.prefix_caching)
+        self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics)
+        raw = options.logprobs_mode == "raw_logprobs"
+        self.runner = Runner(model, self.cache, options.max_model_len, tokens.vocab, raw)
+        model.make_rope_tables(options.max_model_len)
+        self._groups: dict[Request, RequestGroup] = {}
+        self._seeds = random.Random(options.seed)
+        self._arrivals = 0
+        self._flight: InFlight | None = None
+        self._grammars: GrammarCompiler | None = None
+
+    # ------------------------------------------------------------ requests in
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        timeout: float | None = None,
+    ) -> RequestGroup:
+        """Queue the n answers to one prompt. `timeout` is in seconds from now."""
+        params = params.clone()
+        params.validate()
+        ids = self._check_prompt(prompt_ids)
+        self._check_params(params)
+        limit = self._check_fits(ids, params)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout} is out of range: it must be more than 0 seconds, or None")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        base = self._seeds.getrandbits(63) if params.seed in (None, -1) else params.seed
+        requests = [self._request(ids, params, base + child, limit, deadline) for child in range(params.n)]
+        group = RequestGroup(request_id, prompt, ids, params, requests)
+        for request in requests:
+            self._groups[request] = group
+            self.scheduler.add(request)
+        return group
+
+    def _request(
+        self, ids: list[int], params: SamplingParams, seed: int, max_tokens: int, deadline: float | None
+    ) -> Request:
+        eos, extra = self.tokens.eos_ids, frozenset(params.stop_token_ids or ())
+        primary = None if params.ignore_eos or not eos else eos[0]
+        stop_ids = extra if params.ignore_eos else extra | frozenset(eos[1:])
+        include = params.include_stop_str_in_output
+        stops = StopRules(primary, stop_ids, params.stop_strings, include, params.min_tokens, max_tokens)
+        phrases = bad_word_ids(params.bad_words or (), lambda text: self.tokens.encode(text, special=False))
+        self._arrivals += 1
+        return Request(
+            index=self._arrivals,
+            prompt=ids,
+            params=params,
+            seed=(seed + 2**63) % 2**64 - 2**63,
+            stops=stops,
+            stop_ids=tuple(extra.union(eos)),
+            banned_tokens=tuple(phrase[0] for phrase in phrases if len(phrase) == 1),
+            rules=self._host_rules(params, [phrase for phrase in phrases if len(phrase) > 1]),
+            detokenizer=self._detokenizer(ids, params),
+            deadline=deadline,
+        )
+
+    def _host_rules(self, params: SamplingParams, phrases: list[tuple[int, ...]]) -> HostRules | None:
+        grammar = None
+        if params.structured_outputs is not None:
+            self._grammars = self._grammars or GrammarCompiler(self.tokens)
+            grammar = self._grammars.start(params.structured_outputs)
+        processors = params.logits_processors or ()
+        return HostRules(grammar, phrases, processors) if grammar or phrases or processors else None
+
+    def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if not params.detokenize or self.tokens.tokenizer is None:
+            return None
+        if not params.skip_special_tokens and not params.spaces_between_special_tokens:
+            return Detokenizer(self.tokens.decode_spaceless, ids)
+        return Detokenizer(lambda part: self.tokens.decode(part, params.skip_special_tokens), ids)
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
+        ids, vocab = [int(token) for token in prompt_ids], self.model.dims.vocab
+        if not ids:
+            raise ValueError("the prompt is empty (0 tokens); it must have at least 1")
+        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise ValueError(f"prompt token {outside} is out of range: this model has ids from 0 to {vocab - 1}")
+        longest = self.options.max_model_len
+        if len(ids) >= longest:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and max_model_len is {longest}: at most {longest - 1} prompt tokens "
+                "leave room for one more; shorten the prompt or raise max_model_len"
+            )
+        return ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self.model.dims.vocab
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= vocab:
+                    raise ValueError(f"{name} holds {token}, and this model has ids from 0 to {vocab - 1}")
+        if params.allowed_token_ids is not None and min(params.allowed_token_ids) >= self.tokens.vocab:
+            raise ValueError(f"allowed_token_ids allows only padding ids (the tokenizer has {self.tokens.vocab})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab:
+                raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary of {vocab}")
+        if params.stop_strings:
+            self.tokens.require("stop")
+        if params.bad_words:
+            self.tokens.require("bad_words")
+
+    def _check_fits(self, ids: list[int], params: SamplingParams) -> int:
+        """The most tokens the request may generate; raises where no empty pool could hold it."""
+        room = self.options.max_model_len - len(ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        needed = self.tables.blocks(len(ids) + limit - 1)  # the last token is never written
+        for pool, window in zip(self.tables.pools, self.tables.windows):
+            if window is None and needed > pool.pages:
+                raise ValueError(
+                    f"{len(ids)} prompt tokens and up to {limit} new ones take {needed} blocks of "
+                    f"{self.options.block_size} tokens, and there are {pool.pages} in all; lower max_tokens or raise "
+                    "num_gpu_blocks_override or gpu_memory_utilization"
+                )
+        return limit
+
+    def abort(self, group: RequestGroup, stop_reason: str | None = None) -> None:
+        """End a group's unfinished requests now and free all they hold; what they generated stays."""
+        for request in group.requests:
+            if not request.finished:
+                self._finish(request, "abort", stop_reason)
+                self.metrics.aborted_requests += 1
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def unfinished(self) -> bool:
+        return self.scheduler.unfinished
+
+    def step(self) -> None:
+        """Launch one step and read the tokens of the one before. Groups that grew have a higher `version`.
+
+        If it raises, every request is aborted and everything is free.
+        """
+        started, completed = time.perf_counter(), False
+        try:
+            self._expire()
+            busy = self._flight is not None
+            lock_step = self.scheduler.lock_step
+            if lock_step:
+                self._read_flight()
+            plan = self.scheduler.schedule(self._cache_root())
+            launched = self.runner.launch(plan) if plan.rows else None
+            self._count(plan)
+            self._read_flight()
+            self._flight = launched
+            if not (busy or launched or not self.unfinished):
+                raise AssertionError("no request can run: the scheduler is stuck")
+            completed = True
+        finally:
+            if not completed:
+                self.abort_all()
+            self.metrics.step_seconds += time.perf_counter() - started
+
+    def abort_all(self) -> None:
+        """End every request and forget the step in flight and the prefix cache, which it may have spoilt."""
+        self._flight = None
+        for group in list(dict.fromkeys(self._groups.values())):
+            self.abort(group)
+        self.tables.forget_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their pages."""
+        self.tables.forget_all()
+
+    def _cache_root(self) -> bytes:
+        return hashlib.blake2b(f"weights {self.model.weight_version}".encode(), digest_size=16).digest()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [request for request in self._groups if request.deadline is not None and request.deadline <= now]
+        for request in late:
+            self._finish(request, "abort", "timeout")
+            self.metrics.aborted_requests += 1
+
+    def _count(self, plan: StepPlan) -> None:
+        if not plan.rows:
+            return
+        prompt_tokens = sum(_prompt_tokens(row) for row in plan.rows)
+        self.metrics.prefill_tokens += prompt_tokens
+        self.metrics.prefill_steps += prompt_tokens > 0
+        self.metrics.decode_steps += prompt_tokens == 0
+        self.metrics.lock_step_steps += any(row.request.rules is not None for row in plan.rows)
+
+    def all_metrics(self) -> dict[str, int | float]:
+        """The counters since start, and free and total blocks (of the first group that has pages) and slots."""
+        pool = self.tables.pools[0] if self.tables.pools else None
+        return self.metrics.as_dict() | {
+            "free_blocks": pool.free if pool else 0,
+            "total_blocks": pool.pages if pool else 0,
+            "free_slots": len(self.scheduler.free_slots),
+            "total_slots": self.options.max_num_seqs,
+            "running_requests": len(self.scheduler.running),
+            "waiting_requests": len(self.scheduler.waiting),
+        }
+
+    # ------------------------------------------------------------ tokens out
+
+    def _read_flight(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        for scores in flight.scores:
+            self._take_scores(scores)
+        if flight.values is None:
+            return
+        tokens, logprobs, ranks, top_ids, top_logprobs = flight.values.read()
+        for row, request in enumerate(flight.requests):
+            request.unread -= 1
+            if request.finished:
+                self.metrics.dropped_tokens += 1
+                continue
+            top = (top_ids[row], top_logprobs[row]) if top_ids is not None else ((), ())
+            self._take(request, tokens[row], logprobs[row], ranks[row], *top)
+
+    def _take(
+        self,
+        request: Request,
+        token: int,
+        logprob: float,
+        rank: int,
+        top_ids: Sequence[int],
+        top_logprobs: Sequence[float],
+    ) -> None:
+        """Append one confirmed token and end the request if it says so."""
+        if logprob != logprob:
+            request.error = (
+                f"token {request.produced} of request {self._groups[request].request_id} has no probability: the "
+                "model's logits are NaN, or its rules together allow no token"
+            )
+            self._finish(request, "error")
+            return
+        request.tokens.append(token)
+        self.metrics.generated_tokens += 1
+        self._groups[request].version += 1
+        if request.logprobs is not None:
+            request.logprobs.append(
+                self._logprobs(token, logprob, rank, request.params.logprobs, top_ids, top_logprobs)
+            )
+            request.cumulative_logprob += logprob
+        ending = request.stops.by_token(token, request.produced)
+        if request.rules is not None:
+            request.rules.accept(token)
+            if ending is None and request.rules.complete:
+                ending = ("stop", None)
+        if ending is not None:
+            request.finish(*ending)
+        if request.stops.strings:
+            request.check_stop_strings()
+        if request.finished:
+            self._finish(request, request.finish_reason, request.stop_reason)
+
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        request.finish(reason, stop_reason)
+        self.scheduler.remove(request)
+        group = self._groups.pop(request)
+        group.version += 1
+        self.metrics.finished_requests += reason not in ("abort", "error")
+
+    def _take_scores(self, scores: PromptScores) -> None:
+        request = scores.request
+        tokens, logprobs, ranks, top_ids, top_logprobs = scores.values.read()
+        for offset, token in enumerate(tokens):
+            if scores.position + offset != len(request.prompt_logprobs):
+                continue  # already known from before a preemption
+            top = (top_ids[offset], top_logprobs[offset]) if top_ids is not None else ((), ())
+            entry = self._logprobs(token, logprobs[offset], ranks[offset], request.params.prompt_logprobs, *top)
+            request.prompt_logprobs.append(entry)
+
+    def _logprobs(
+        self,
+        token: int,
+        logprob: float,
+        rank: int,
+        wanted: int,
+        top_ids: Sequence[int],
+        top_logprobs: Sequence[float],
+    ) -> TokenLogprobs:
+        """The token itself first, then the `wanted` most likely ones (-1: all)."""
+        decode = self.tokens.decode_token
+        entry = {token: Logprob(logprob, rank, decode(token))}
+        wanted = len(top_ids) if wanted == -1 else wanted
+        for place, (other, value) in enumerate(zip(top_ids[:wanted], top_logprobs), start=1):
+            if other != token:
+                entry[other] = Logprob(value, place, decode(other))
+        return entry
+
+    def raise_error(self, group: RequestGroup) -> None:
+        if group.error:
+            raise FlexgenError(group.error)
+
+
+def _prompt_tokens(row: Row) -> int:
+    return max(0, min(len(row.request.prompt), row.start + row.count) - row.start)

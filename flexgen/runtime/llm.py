@@ -1,0 +1,304 @@
+"""`flexgen.LLM`: vLLM's offline interface on this engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen.runtime.engine import Engine
+from flexgen.runtime.errors import ConfigError
+from flexgen.runtime.options import EngineOptions
+from flexgen.runtime.outputs import RequestOutput
+from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
+from flexgen.runtime.report import memory_report
+from flexgen.runtime.requests import RequestGroup
+from flexgen.runtime.tokens import Tokens
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Params = SamplingParams | Sequence[SamplingParams]
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "quantization": (None,),
+    "trust_remote_code": (False,),
+    "distributed_executor_backend": (None, "external_launcher", "uni"),
+    "model_impl": ("auto", "vllm"),
+    "enable_lora": (False,),
+    "enable_chunked_prefill": (None, True),
+    "kv_cache_dtype": ("auto",),
+    "disable_log_stats": (True, False),
+}
+"""Arguments of vLLM's LLM that are accepted with these values, which change nothing here; others are refused."""
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+class LLM:
+    """A model in this process. See docs/parameters.md for every argument; one that is not supported raises by name.
+
+    `model` is a Hugging Face directory, or a loaded Model (then the arguments about loading must be left out).
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        load_format: str | None = None,
+        spec: str | os.PathLike[str] | None = None,
+        generated: str | os.PathLike[str] | None = None,
+        ignore_config: Sequence[str] = (),
+        max_model_len: int | None = None,
+        enable_sleep_mode: bool = False,
+        **options: Any,
+    ) -> None:
+        _refuse_unknown(options)
+        if enable_sleep_mode:
+            raise NotImplementedError("enable_sleep_mode=True is not supported yet")
+        loading = {"dtype": _dtype(dtype), "device": device, "load_format": load_format, "spec": spec,
+                   "generated": generated, "ignore_config": tuple(ignore_config) or None}  # fmt: skip
+        self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
+        self._directory = self.model.directory
+        source = None if skip_tokenizer_init else tokenizer or self._directory
+        tokens = Tokens.load(source, self._directory, self.model.config, self.model.dims.vocab)
+        sizes = {name: value for name, value in options.items() if name not in _NEUTRAL and value is not None}
+        self.engine = Engine(self.model, tokens, EngineOptions(_max_model_len(self.model, max_model_len), **sizes))
+        self._requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, in their order. One SamplingParams for all, or one each.
+
+        `timeout` is in seconds for each request; one that runs out ends with finish_reason "abort". Raises ValueError for
+        a prompt or parameter that cannot be served, before anything runs, and FlexgenError if the model's logits were
+        NaN. Interrupted, it frees all that it held.
+        """
+        groups = self._add_all(prompts, sampling_params, lora_request, timeout)
+        try:
+            with _Progress(groups, use_tqdm) as progress:
+                while any(not group.finished for group in groups):
+                    self.engine.step()
+                    progress.update()
+        finally:
+            self._abort_all(groups)
+        for group in groups:
+            self.engine.raise_error(group)
+        return [group.output() for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the tokenizer's chat template (it writes BOS, once)."""
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message=True continues the last message: set add_generation_prompt=False")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = dict(chat_template_kwargs or {}) | {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": None if tools is None else list(tools),
+        }
+        prompts = [
+            {"prompt_token_ids": self.engine.tokens.chat(conversation, **template)} for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | None = None,
+        lora_request: LoRARequest | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield a RequestOutput each time a request has grown, the last with `finished`. Closing it aborts the rest."""
+        groups = self._add_all(prompts, sampling_params, lora_request, timeout)
+        return self._stream(groups)
+
+    def _stream(self, groups: list[RequestGroup]) -> Iterator[RequestOutput]:
+        seen = dict.fromkeys(groups, 0)
+        try:
+            while seen:
+                if all(group.version == version for group, version in seen.items()):
+                    self.engine.step()
+                for group in [group for group, version in seen.items() if group.version != version]:
+                    seen[group] = group.version
+                    self.engine.raise_error(group)
+                    if group.finished:
+                        del seen[group]
+                    if group.finished or group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                        yield group.output()
+        finally:
+            self._abort_all(groups)
+
+    def get_tokenizer(self) -> Any:
+        return self.engine.tokens.require("get_tokenizer")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. Always succeeds (True), as vLLM's does when nothing runs."""
+        self.engine.reset_prefix_cache()
+        return True
+
+    def metrics(self) -> dict[str, int | float]:
+        """Numbers since start, and what is free now. docs/parameters.md lists them."""
+        return self.engine.all_metrics()
+
+    def report(self) -> str:
+        """Memory of pages and state, for people: bytes by group, by token and by slot."""
+        return memory_report(self.engine)
+
+    def _add_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | None,
+        lora_request: LoRARequest | None,
+        timeout: float | None,
+    ) -> list[RequestGroup]:
+        """Queue every prompt, or raise for the first that cannot be served and queue none."""
+        if lora_request is not None:
+            raise NotImplementedError("lora_request is not supported yet")
+        parsed = [self._parse(prompt) for prompt in _prompt_list(prompts)]
+        params = _params_list(sampling_params, len(parsed))
+        groups: list[RequestGroup] = []
+        complete = False
+        try:
+            for (text, ids), each in zip(parsed, params):
+                groups.append(self.engine.add(str(self._requests), ids, each, text, timeout))
+                self._requests += 1
+            complete = True
+        finally:
+            if not complete:
+                self._abort_all(groups)
+        return groups
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        return parse_prompt(prompt, self.engine.tokens)
+
+    def _abort_all(self, groups: Sequence[RequestGroup]) -> None:
+        for group in groups:
+            self.engine.abort(group)
+
+
+def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[int]]:
+    """(text or None, token ids) of a prompt in any of its forms."""
+    if isinstance(prompt, str):
+        return prompt, tokens.encode(prompt)
+    if isinstance(prompt, Mapping):
+        known = {"prompt", "prompt_token_ids"}
+        if extra := [key for key in prompt if key not in known and prompt[key] is not None]:
+            raise NotImplementedError(f"a prompt's {', '.join(map(repr, extra))} is not supported")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is None and ids is None:
+            raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+        return text, tokens.encode(text) if ids is None else ids
+    return None, prompt
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
+
+
+def _params_list(params: Params | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each")
+    return list(params)
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                allowed = " or ".join(repr(each) for each in _NEUTRAL[name])
+                raise NotImplementedError(f"{name}={value!r} is not supported; only {allowed}")
+        elif name not in EngineOptions.names():
+            raise TypeError(f"LLM has no argument {name!r}; docs/parameters.md lists those it has")
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(dtype, torch.dtype) or dtype is None or dtype == "auto":
+        return None if dtype == "auto" else dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _load(model: Any, loading: Mapping[str, Any]) -> Any:
+    if not isinstance(model, str | os.PathLike):
+        if loading:
+            raise ValueError(f"{', '.join(loading)} say how to load a model, and this one is loaded already")
+        return model
+    from flexgen.runtime.model import Model
+
+    return Model.load(Path(model), **loading)
+
+
+def _max_model_len(model: Any, wanted: int | None) -> int:
+    longest = model.config.get("max_position_embeddings")
+    if wanted is None and longest is None:
+        raise ConfigError("config.json has no max_position_embeddings; give LLM(max_model_len=...)")
+    if wanted is not None and longest is not None and wanted > longest:
+        raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}")
+    return longest if wanted is None else wanted
+
+
+class _Progress:
+    """A bar of finished requests, where `shown`."""
+
+    def __init__(self, groups: Sequence[RequestGroup], shown: bool) -> None:
+        self._groups, self._bar, self._done = groups, None, 0
+        if shown and groups:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=len(groups), desc="Generating", unit="prompt")
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def update(self) -> None:
+        if self._bar is not None:
+            done = sum(group.finished for group in self._groups)
+            self._bar.update(done - self._done)
+            self._done = done
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,101 @@
+"""Sizes and switches of one engine, and how many pages they give each group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from flexgen.runtime.cache import PageGroup, group_pages
+from flexgen.runtime.errors import FlexgenError
+
+log = logging.getLogger(__name__)
+
+_CPU_CACHE_BYTES = 4 * 2**30
+"""Most K/V memory on a CPU unless num_gpu_blocks_override says otherwise."""
+
+_DEVICE_RESERVE_BYTES = 2**30
+"""Device memory left for activations, graphs and the sampler."""
+
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Checked on construction: ValueError names field, value and range."""
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    logprobs_mode: str = "processed_logprobs"
+    seed: int = 0
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("block_size", 1), ("max_num_batched_tokens", 1)):
+            _at_least(name, getattr(self, name), low)
+        if self.num_gpu_blocks_override is not None:
+            _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: a "
+                "step must have room for one token of each running request"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} is out of range: it must be in (0, 1]")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an int, got {self.seed!r}")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+
+def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) -> list[int]:
+    """Pages of each group's pool: `num_gpu_blocks_override`, or what memory holds but no more than all slots can use."""
+
+    def pages(full: int) -> list[int]:
+        limits = (options.block_size, options.max_num_seqs, options.max_num_batched_tokens)
+        return group_pages(groups, full, *limits)
+
+    def taken(full: int) -> int:
+        return sum(n * group.page_bytes(options.block_size, model.dtype) for n, group in zip(pages(full), groups))
+
+    if options.num_gpu_blocks_override is not None:
+        return pages(options.num_gpu_blocks_override)
+    usable = _cache_bytes(model.device, options.gpu_memory_utilization)
+    low, high = 0, options.max_num_seqs * -(-options.max_model_len // options.block_size)
+    while low < high:  # the largest number of full pages whose pools fit
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if taken(middle) <= usable else (low, middle - 1)
+    if low < 1:
+        raise FlexgenError(
+            f"{usable / 2**30:.2f} GiB are left for keys and values and one block of each group takes "
+            f"{taken(1) / 2**30:.2f} GiB; raise gpu_memory_utilization={options.gpu_memory_utilization}"
+        )
+    if groups and low * options.block_size < options.max_model_len:
+        log.warning("memory holds %d tokens, less than max_model_len=%d", low * options.block_size, options.max_model_len)
+    return pages(low)
+
+
+def _cache_bytes(device: torch.device, utilization: float) -> int:
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - (total - free) - _DEVICE_RESERVE_BYTES
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an int of at least {low}, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name}={value} is out of range: it must be at least {low}")

@@ -1,0 +1,37 @@
+"""The memory of an engine's pages and state, as text."""
+
+from __future__ import annotations
+
+from flexgen.runtime.engine import Engine
+
+
+def memory_report(engine: Engine) -> str:
+    """One line a page group, then recurrent state, sampling tables and the sum."""
+    cache, lines = engine.cache, []
+    for group, pages, pool in zip(cache.groups, cache.pages, engine.tables.pools):
+        page = group.page_bytes(cache.block_size, cache.dtype)
+        window = group.geometry.window
+        kept = "all tokens" if window is None else f"last {window} tokens"
+        lines.append(
+            f"pages, {kept}: {len(group.layers)} layers of {group.geometry.kv_heads} x {group.geometry.head_dim}, "
+            f"{pages} pages of {cache.block_size} tokens ({pool.free} free), "
+            f"{_size(page // cache.block_size)} a token, {_size((pages + 1) * page)}"
+        )
+    if cache.states:
+        slots = cache.slots + 1
+        lines.append(
+            f"recurrent state: {len(cache.states)} tensors, {cache.slots} slots, {_size(cache.slot_bytes)} a slot, "
+            f"{_size(cache.slot_bytes * slots)}"
+        )
+    caching = "on" if engine.prefix_caching else "off"
+    if engine.options.enable_prefix_caching and not engine.prefix_caching:
+        caching = "off: this model has recurrent state, which is not kept at block ends"
+    lines += [f"prefix caching: {caching}", f"sum: {_size(cache.total_bytes)}"]
+    return "\n".join(lines)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

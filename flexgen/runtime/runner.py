@@ -1,0 +1,228 @@
+"""Runs planned steps on the device.
+
+Each running request owns a slot, and device tables indexed by slot hold all that a decode step needs: last token, length,
+block tables, sampling parameters. A decode step is therefore two functions of the slots alone, `decode_logits` (gather,
+forward, head) and `draw` (sample, write last token and length back), which a CUDA graph can hold per batch size. The host
+uploads only what changed and reads tokens one step late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.runtime.abi import PAD_SLOT, PageStep, Step
+from flexgen.runtime.cache import Cache, has_recurrent_state
+from flexgen.runtime.pages import TableChange
+from flexgen.runtime.requests import Request
+from flexgen.runtime.sampler import Features, Sampled, SamplingTables, describe, sample
+from flexgen.runtime.scheduler import Row, StepPlan
+from flexgen.runtime.transfer import Download, upload
+
+_SCORED_ROWS = 256
+"""Prompt positions whose logits are held at once for prompt_logprobs."""
+
+Span = tuple[int, int, int]
+
+
+@dataclass
+class PromptScores:
+    """prompt_logprobs of `request`'s tokens from `position` on."""
+
+    request: Request
+    position: int
+    values: Download
+
+
+@dataclass
+class InFlight:
+    """A launched step: the requests that drew a token, in row order, and their results on the way to the host."""
+
+    requests: list[Request]
+    values: Download | None = None
+    scores: list[PromptScores] = field(default_factory=list)
+
+
+class Runner:
+    """Owns the slot tables and launches steps.
+
+    `real_vocab` is the number of ids that have a token. `ladder`, if given, lists the batch sizes that decode steps are
+    padded to; padding rows use the pad slot and the pad page.
+    """
+
+    def __init__(
+        self, model: Any, cache: Cache, max_model_len: int, real_vocab: int, raw_logprobs: bool, ladder: Sequence[int] = ()
+    ) -> None:
+        self.model, self.cache, self.device = model, cache, model.device
+        self.real_vocab, self.raw_logprobs, self.ladder = real_vocab, raw_logprobs, sorted(ladder)
+        rows, blocks = cache.slots + 1, -(-max_model_len // cache.block_size)
+        self.last_S = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.length_S = torch.ones(rows, dtype=torch.int64, device=self.device)
+        self.blocks_SB = [torch.zeros((rows, blocks), dtype=torch.int32, device=self.device) for _ in cache.groups]
+        self.sampling = SamplingTables(cache.slots, model.dims.vocab, self.device)
+        self._recurrent = has_recurrent_state(model.state)
+        self._batch: tuple[int, ...] = ()
+        self._batch_slots = upload([], self.device)
+
+    @torch.no_grad()
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Queue one step; nothing here waits for the device."""
+        self._enter(plan.entered)
+        self._apply(plan.changes)
+        drawing = [row.request for row in plan.rows if row.samples]
+        flight = InFlight(drawing)
+        if plan.decode_only:
+            slots_R = self._decode_slots(plan.rows)
+            spans = [(r, r + 1, row.start + 1) for r, row in enumerate(plan.rows)]
+            spans += [(r, r + 1, 1) for r in range(len(spans), len(slots_R))]
+            logits_RV = self.decode_logits(slots_R, spans)
+        else:
+            hidden_TD, last_T = self._forward_packed(plan.rows)
+            flight.scores = self._score_prompts(plan.rows, hidden_TD)
+            if not drawing:
+                return flight
+            slots_R = upload([request.slot for request in drawing], self.device)
+            logits_RV = self.model.logits(hidden_TD[last_T])
+        sampled = self.draw(logits_RV, slots_R, Features.of(drawing, self.model.dims.vocab), drawing)
+        flight.values = _download(sampled)
+        return flight
+
+    def decode_logits(self, slots_R: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
+        """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
+        lengths_R = self.length_S[slots_R]
+        rows = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=self.device)
+        step = self._step(slots_R, lengths_R - 1, rows[:-1], rows, lengths_R.int(), 1, spans)
+        return self.model.logits(self.model.forward(self.last_S[slots_R], step))
+
+    def draw(
+        self, logits_RV: Tensor, slots_R: Tensor, features: Features, requests: Sequence[Request] = ()
+    ) -> Sampled:
+        """Sample a token for each slot and make it the slot's last one. Host-side rules of `requests` act if any."""
+        lengths_R = self.length_S[slots_R]
+        ruled = [(row, request) for row, request in enumerate(requests) if request.rules is not None]
+        sampled = sample(
+            logits_RV, slots_R, lengths_R, self.sampling, features, self.real_vocab, self.raw_logprobs,
+            mask=_edit(ruled, lambda r, row_V: r.rules.mask(row_V, r.outputs)),
+            process=_edit(ruled, lambda r, row_V: r.rules.process(row_V, r.prompt, r.outputs)),
+        )  # fmt: skip
+        live_R = slots_R != PAD_SLOT
+        self.last_S[slots_R] = torch.where(live_R, sampled.tokens_R, 0)
+        self.length_S[slots_R] = torch.where(live_R, lengths_R + 1, 1)
+        return sampled
+
+    def _forward_packed(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """Hidden states (T, D) of a step with prompt tokens, and the index of the last token of each row that draws."""
+        ids: list[int] = []
+        positions: list[int] = []
+        row_of: list[int] = []
+        starts, spans, last = [0], [], []
+        for index, row in enumerate(rows):
+            end = row.start + row.count
+            ids += [-1] if row.decodes else row.request.tokens[row.start : end]
+            positions += range(row.start, end)
+            row_of += [index] * row.count
+            starts.append(len(ids))
+            spans.append((starts[-2], starts[-1], end))
+            last += [len(ids) - 1] if row.samples else []
+        packed_3T = upload([ids, positions, row_of], self.device)
+        slots_R = upload([row.request.slot for row in rows], self.device)
+        ids_T, positions_T, rows_T = packed_3T.unbind(0)
+        ids_T = torch.where(ids_T < 0, self.last_S[slots_R][rows_T], ids_T)
+        starts_R = upload(starts, self.device, torch.int32)
+        lengths_R = upload([length for _, _, length in spans], self.device, torch.int32)
+        longest = max(row.count for row in rows)
+        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R, longest, spans)
+        return self.model.forward(ids_T, step), upload(last, self.device)
+
+    def _step(
+        self,
+        slots_R: Tensor,
+        positions_T: Tensor,
+        rows_T: Tensor,
+        starts_R: Tensor,
+        lengths_R: Tensor,
+        max_query: int,
+        spans: Sequence[Span] | None,
+    ) -> Step:
+        size, pages = self.cache.block_size, {}
+        width = None if spans is None else -(-max(length for _, _, length in spans) // size)
+        for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
+            table_RB = blocks_SB[slots_R, :width]
+            page_T = table_RB[rows_T, positions_T // size]
+            page_step = PageStep(page_T.long() * size + positions_T % size, table_RB)
+            pages.update(dict.fromkeys(group.entries, page_step))
+        state_R = slots_R if self._recurrent else None
+        return Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query, spans)
+
+    def _score_prompts(self, rows: Sequence[Row], hidden_TD: Tensor) -> list[PromptScores]:
+        """Logprobs of the prompt tokens that follow this step's positions, for requests that asked for them."""
+        scores, offset = [], 0
+        for row in rows:
+            request, first = row.request, offset
+            offset += row.count
+            if request.params.prompt_logprobs is None:
+                continue
+            count = min(row.start + row.count, len(request.prompt) - 1) - row.start
+            for start in range(0, count, _SCORED_ROWS):
+                stop = min(start + _SCORED_ROWS, count)
+                position = row.start + start + 1
+                following = upload(request.prompt[position : position + stop - start], self.device)
+                scored = self._score(hidden_TD[first + start : first + stop], following, request.params.prompt_logprobs)
+                scores.append(PromptScores(request, position, _download(scored)))
+        return scores
+
+    def _score(self, hidden_RD: Tensor, following_R: Tensor, top: int) -> Sampled:
+        logits_RV = self.model.logits(hidden_RD).float()
+        logits_RV[:, self.real_vocab :] = float("-inf")
+        return describe(logits_RV.log_softmax(-1), following_R, self.model.dims.vocab if top == -1 else top)
+
+    def _decode_slots(self, rows: Sequence[Row]) -> Tensor:
+        """The slots of a decode batch, padded to the ladder; uploaded only when the batch is another one."""
+        slots = [row.request.slot for row in rows]
+        size = next((step for step in self.ladder if step >= len(slots)), len(slots))
+        batch = (*slots, *[PAD_SLOT] * (size - len(slots)))
+        if batch != self._batch:
+            self._batch, self._batch_slots = batch, upload(batch, self.device)
+        return self._batch_slots
+
+    def _enter(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            return
+        slots = upload([request.slot for request in requests], self.device)
+        self.length_S[slots] = upload([len(request.tokens) for request in requests], self.device)
+        self.last_S[slots] = upload([request.tokens[-1] for request in requests], self.device)
+        for blocks_SB in self.blocks_SB:
+            blocks_SB.index_fill_(0, slots, 0)
+        self.cache.clear_state(slots)
+        self.sampling.enter(requests)
+
+    def _apply(self, changes: Sequence[TableChange]) -> None:
+        for group, blocks_SB in enumerate(self.blocks_SB):
+            entries = [(change.slot, change.block, change.page) for change in changes if change.group == group]
+            if entries:
+                slots, blocks, pages = upload(entries, self.device).unbind(1)
+                blocks_SB[slots, blocks] = pages.int()
+
+
+def _edit(ruled: Sequence[tuple[int, Request]], change: Any) -> Any:
+    """A function that lets `change(request, logits_V)` act on the rows of `ruled`, or None where there are none."""
+    if not ruled:
+        return None
+
+    def edit(logits_RV: Tensor) -> Tensor:
+        logits_RV = logits_RV.clone()
+        for row, request in ruled:
+            logits_RV[row] = change(request, logits_RV[row])
+        return logits_RV
+
+    return edit
+
+
+def _download(sampled: Sampled) -> Download:
+    return Download(
+        (sampled.tokens_R, sampled.logprobs_R, sampled.ranks_R, sampled.top_ids_RK, sampled.top_logprobs_RK)
+    )
