@@ -69,10 +69,8 @@ def rotate(x_TNH: Tensor, cos: Tensor, sin: Tensor, positions_T: Tensor) -> Tens
 
 
 def softcap(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap), which bounds x smoothly by cap (gemma). None: x itself."""
-    if cap is None:
-        return x
-    return torch.tanh(x / cap) * cap
+    """cap * tanh(x / cap); a cap of None or 0 is off."""
+    return torch.tanh(x / cap) * cap if cap else x
 
 
 def gated(act: str, gate_up: Tensor) -> Tensor:
