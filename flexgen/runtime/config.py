@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.ignored import NO_EFFECT
 from flexgen.runtime.rope import Rope
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _MISSING = object()
 
 
@@ -21,9 +21,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The raw config.json of a checkpoint directory. Raises ConfigError where there is none or it is no JSON object."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{path} is missing: a checkpoint is a directory with config.json and safetensors files")
+        raise ConfigError(
+            f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
+            "and nothing is downloaded"
+        )
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -32,38 +35,48 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]:
-    """The text model's config in one form: nested parts taken out, older rope keys moved into `rope_parameters`."""
+    """The text model's config in one form: nested parts taken out, older rope keys moved into `rope_parameters`.
+
+    Raises ConfigError where two fields that mean the same differ.
+    """
     config = copy.deepcopy(dict(raw))
-    nested = config.get(text_config) if text_config else None
-    if isinstance(nested, dict):
-        outer, config = config, copy.deepcopy(nested)
-        config.setdefault("model_type", outer.get("model_type"))
-        for field in ("tie_word_embeddings",):
-            if field in outer and outer[field] != config.setdefault(field, outer[field]):
-                raise ConfigError(
-                    f"config.json says {field} = {outer[field]} for the whole model and {config[field]} in {text_config}"
-                )
+    if text_config and config.get(text_config) is not None:
+        config = _text_part(config, text_config)
     _move_rope(config)
     return config
 
 
+def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
+    config = outer[text_config]
+    if not isinstance(config, dict):
+        raise ConfigError(f"{text_config} is {config!r}, and must be an object")
+    for field in ("model_type", "tie_word_embeddings"):
+        if config.get(field) is None and outer.get(field) is not None:
+            config[field] = outer[field]
+    whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
+    if whole is not None and whole != text:
+        raise ConfigError(
+            f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
+        )
+    return config
+
+
 def _move_rope(config: dict[str, Any]) -> None:
-    scaling = config.pop("rope_scaling", None)
-    theta = config.pop("rope_theta", None)
-    partial = config.pop("partial_rotary_factor", None)
-    parameters = config.get("rope_parameters") or scaling or {}
+    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` become keys of each table of `rope_parameters`."""
+    parameters, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
+    if parameters and scaling and parameters != scaling:
+        raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
+    parameters = parameters or scaling or {}
     if not isinstance(parameters, dict):
-        raise ConfigError(f"rope_parameters is {parameters!r}, not an object")
+        raise ConfigError(f"rope_parameters is {parameters!r}, and must be an object")
+    older = {key: config.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for table in nested or [parameters]:
-        if "type" in table:
-            table.setdefault("rope_type", table.pop("type"))
-        table.setdefault("rope_type", "default")
-        if theta is not None:
-            table.setdefault("rope_theta", theta)
-        if partial is not None:
-            table.setdefault("partial_rotary_factor", partial)
-    config["rope_parameters"] = parameters
+        moved = {**older, "rope_type": table.pop("type", None)}
+        for key, value in moved.items():
+            if value is not None and table.setdefault(key, value) != value:
+                raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
+    config["rope_parameters"] = parameters or None
 
 
 def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +96,7 @@ def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str |
         value = _look(config, field)
         value = None if value is _MISSING else value
         if isinstance(wanted, Mapping):
-            if not isinstance(value, int | float) or value < wanted["min"]:
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < wanted["min"]:
                 return f"{field} is {value!r}, and must be at least {wanted['min']}"
         else:
             allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
@@ -141,8 +154,8 @@ class Config:
     def float(self, *paths: str, default: Any = _MISSING) -> float:
         """A number."""
         path, value = self._first(paths, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{path} is {value!r}, and must be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{path} is {value!r}, and must be a finite number")
         return float(value)
 
     def flag(self, *paths: str, default: Any = _MISSING) -> bool:
@@ -155,8 +168,8 @@ class Config:
     def number(self, *paths: str, default: Any = _MISSING) -> int | float:
         """An operand of arithmetic: a number, or a flag that counts as 0 or 1."""
         path, value = self._first(paths, default)
-        if not isinstance(value, int | float):
-            raise ConfigError(f"{path} is {value!r}, and must be a number")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{path} is {value!r}, and must be a finite number, true or false")
         return int(value) if isinstance(value, bool) else value
 
     def optional(self, path: str) -> Any:
@@ -169,12 +182,9 @@ class Config:
         """The rotary table of one `rope_parameters` object."""
         parameters = self.optional(path)
         if not isinstance(parameters, dict) or not parameters:
-            raise ConfigError(f"{path} is missing from config.json")
-        self.read |= {f"{path}.{key}" for key in parameters}
-        self.read.add("max_position_embeddings")
-        return Rope.bind(
-            parameters, types=types, head_dim=head_dim, max_position=self.values.get("max_position_embeddings") or 0
-        )
+            raise ConfigError(f"{path} is {parameters!r}, and must be an object with at least rope_theta")
+        max_position = self.int("max_position_embeddings", default=0)
+        return Rope.bind(parameters, types=types, head_dim=head_dim, max_position=max_position)
 
     def schedule(self, layers: int, rules: Sequence[schedules.Rule]) -> tuple[str, ...]:
         """The kind of each layer."""
@@ -194,31 +204,35 @@ class Config:
         raise ConfigError(f"config.json lacks {' and '.join(paths)}, and the spec gives no default")
 
     def _layers(self, path: str) -> Any:
-        """`layers.VALUE.field`: the field in every layer whose scheduled value is VALUE, which must agree."""
+        """`layers.VALUE.field`: the field in every layer whose scheduled value is VALUE, which must agree.
+
+        A layer without an override has the top-level value. Absent where there is no `per_layer_config`.
+        """
         overrides = self.values.get("per_layer_config")
         _, wanted, field = path.split(".", 2)
         types = self.values.get(self.layers_by or "")
-        if not isinstance(overrides, dict) or not isinstance(types, list):
+        if overrides is None or not isinstance(types, list):
             return _MISSING
-        found = {}
-        for index, value in enumerate(types):
-            if value == wanted:
-                override = overrides.get(str(index), {})
-                self.read.add(f"per_layer_config.{index}.{field}")
-                found[index] = _look(override, field) if _look(override, field) is not _MISSING else self.values.get(field)
-        if len(set(map(repr, found.values()))) > 1:
-            raise ConfigError(f"per_layer_config gives {wanted} layers different values of {field}: {found}")
-        return next(iter(found.values()), _MISSING)
+        if not isinstance(overrides, dict):
+            raise ConfigError(f"per_layer_config is {overrides!r}, and must be an object of layer indices")
+        found: dict[Any, Any] = {}
+        for index in (index for index, value in enumerate(types) if value == wanted):
+            self.read.add(f"per_layer_config.{index}.{field}")
+            found[index] = _look(overrides, f"{index}.{field}")
+            if found[index] is _MISSING:
+                self.read.add(field)
+                found[index] = _look(self.values, field)
+        distinct = {repr(value): value for value in found.values()}
+        if len(distinct) > 1:
+            listed = ", ".join(f"{value!r} in layer {index}" for index, value in found.items())
+            raise ConfigError(f"per_layer_config must give all {wanted} layers one {field}, and gives {listed}")
+        return next(iter(distinct.values()), _MISSING)
 
     # ------------------------------------------------------------ nothing unread
 
     def finish(self) -> None:
         """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore."""
-        unread = [
-            path
-            for path, value in _leaves(self.given)
-            if value is not None and not self._accounted(path)
-        ]
+        unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path)]
         if unread:
             raise ConfigError(
                 f"config.json has fields that this spec does not read: {', '.join(unread)}. If they do not change the forward "
@@ -228,8 +242,6 @@ class Config:
     def _accounted(self, path: str) -> bool:
         parts = path.split(".")
         prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
-        if parts[0] == "per_layer_config":
-            return path in self.read
         return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys()))
 
 

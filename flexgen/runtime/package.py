@@ -19,6 +19,10 @@ from flexgen.runtime.config import broken_fence, merged, normalise
 from flexgen.runtime.errors import ConfigError, FlexgenError
 
 
+_KEYS = frozenset({"abi", "defaults", "files", "model_types", "name", "require", "source", "text_config"})
+"""What a manifest must say for a package to be chosen and loaded."""
+
+
 class PackageError(FlexgenError):
     """A generated package that is missing, broken or of another ABI."""
 
@@ -50,11 +54,13 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
     if base is not None and (base / "manifest.json").exists():
         return base
     packages = find_packages(base)
+    if not packages:
+        raise ConfigError(f"{base or root('generated')} holds no generated packages: run `flexgen build`")
     if spec is not None:
         if spec not in packages:
             raise ConfigError(f"no generated package `{spec}`: run `flexgen build {spec}`; there are {', '.join(packages)}")
         return packages[spec]
-    reasons = {name: _ruled_out(read_manifest(folder), raw) for name, folder in packages.items()}
+    reasons = {name: _ruled_out(folder, raw) for name, folder in packages.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
     if len(fitting) == 1:
         return packages[fitting[0]]
@@ -64,11 +70,15 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
     raise ConfigError(f"no spec describes this checkpoint (model_type {raw.get('model_type')!r}):{listed}")
 
 
-def _ruled_out(manifest: Mapping[str, Any], raw: Mapping[str, Any]) -> str | None:
-    types_served = manifest["model_types"]
+def _ruled_out(folder: Path, raw: Mapping[str, Any]) -> str | None:
+    """Why a package does not serve a raw config.json, or None where it does."""
+    try:
+        manifest = read_manifest(folder)
+    except PackageError as error:
+        return str(error)
     config = normalise(raw, manifest["text_config"])
-    if config.get("model_type") not in types_served and raw.get("model_type") not in types_served:
-        return f"serves model_type {', '.join(types_served)}"
+    if config.get("model_type") not in manifest["model_types"]:
+        return f"serves model_type {', '.join(manifest['model_types'])}"
     return broken_fence(merged(config, manifest["defaults"]), manifest["require"])
 
 
@@ -76,23 +86,31 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
     """A package's manifest. Raises PackageError where it is missing, broken, or of another ABI."""
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PackageError(f"{path} is no manifest of a generated package: {error}; run `flexgen build`") from None
+    lacking = _KEYS - manifest.keys() if isinstance(manifest, dict) else _KEYS
+    if lacking:
+        raise PackageError(f"{path} is no manifest: it lacks {', '.join(sorted(lacking))}; run `flexgen build`")
+    if manifest["abi"] != ABI:
         fix = f"flexgen build {manifest['source']}"
-    except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise PackageError(f"{path} is no manifest of a generated package: {error}") from None
-    if manifest.get("abi") != ABI:
-        raise PackageError(f"{folder} has ABI {manifest.get('abi')}, and this runtime has {ABI}: run `{fix}`")
+        raise PackageError(f"{folder} has ABI {manifest['abi']}, and this runtime has {ABI}: run `{fix}`")
     return manifest
 
 
 def load_package(folder: Path) -> Package:
-    """Import a package from its folder, under a module name made of its path. Warns where a file was edited by hand."""
+    """Import a package from its folder. Warns where a file was edited by hand.
+
+    The module name is made of the path and what the files hold, so a package built anew is not taken for the old one.
+    """
     folder = folder.resolve()
     manifest = read_manifest(folder)
-    edited = [name for name, digest in manifest["files"].items() if _hash(folder / name) != digest]
+    hashes = {name: _hash(folder / name) for name in manifest["files"]}
+    edited = [str(folder / name) for name, digest in manifest["files"].items() if hashes[name] != digest]
     if edited:
-        warnings.warn(f"edited by hand since it was generated: {', '.join(str(folder / n) for n in edited)}", stacklevel=2)
-    name = f"flexgen_generated_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}_{folder.name}"
+        warnings.warn(f"edited by hand since it was generated: {', '.join(edited)}", stacklevel=2)
+    identity = hashlib.sha256(repr((str(folder), sorted(hashes.items()))).encode()).hexdigest()
+    name = f"flexgen_generated_{identity[:12]}_{folder.name}"
     if name not in sys.modules:
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]

@@ -33,42 +33,55 @@ def pattern(kinds: Sequence[str], when: object = True) -> Rule:
 
 def every(n: int | None, target: Target, when: object = True) -> Rule:
     """Layers n, 2n, 3n, ... counted from 1."""
-    if n is not None and n < 1:
-        raise ConfigError(f"a schedule repeats every {n} layers, and needs at least 1")
-    return _where(lambda index, layers: (index + 1) % (n or 1) == 0, target, when) if n is not None else NOTHING
+    if n is None:
+        return NOTHING
+    step = _count(n, "a schedule repeats every", least=1)
+    return _where(lambda index, layers: (index + 1) % step == 0, target, when)
 
 
 def first(n: int | None, target: Target, when: object = True) -> Rule:
     """The first n layers."""
-    return _where(lambda index, layers: index < (n or 0), target, when)
+    count = 0 if n is None else _count(n, "the first layers of a schedule are")
+    return _where(lambda index, layers: index < count, target, when)
 
 
 def last(n: int | None, target: Target, when: object = True) -> Rule:
     """The last n layers."""
-    return _where(lambda index, layers: index >= layers - (n or 0), target, when)
+    count = 0 if n is None else _count(n, "the last layers of a schedule are")
+    return _where(lambda index, layers: index >= layers - count, target, when)
 
 
 def since(n: int | None, target: Target, when: object = True) -> Rule:
-    """Layers from index n on."""
-    return _where(lambda index, layers: index >= (n or 0), target, when) if n is not None else NOTHING
+    """Layers from index n on, counted from 0."""
+    if n is None:
+        return NOTHING
+    start = _count(n, "a rule of the schedule starts at layer")
+    return _where(lambda index, layers: index >= start, target, when)
 
 
 def at(indices: Sequence[int] | None, target: Target, when: object = True) -> Rule:
-    """The listed layer indices."""
-    return _where(lambda index, layers: index in (indices or ()), target, when)
+    """The listed layer indices, counted from 0."""
+    if indices is None:
+        return NOTHING
+    if not isinstance(indices, list | tuple):
+        raise ConfigError(f"a schedule's layer indices are {indices!r}, and must be a list")
+    listed = {_count(index, "a schedule lists layer") for index in indices}
+    return _where(lambda index, layers: index in listed, target, when)
 
 
 def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = True) -> Rule:
     """One value a layer, and the kind that each value means."""
     if values is None or not when:
         return NOTHING
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"the layer types are {values!r}, and must be a list with one value a layer")
     listed = values
 
     def choose(index: int, layers: int, before: str | None) -> str | None:
         if len(listed) != layers:
             raise ConfigError(f"config.json lists {len(listed)} layer types for {layers} layers")
-        value = str(listed[index])
-        if value not in kinds:
+        value = listed[index]
+        if not isinstance(value, str) or value not in kinds:
             known = ", ".join(kinds)
             raise ConfigError(f"layer {index} has type {value!r}, which this spec does not describe; it knows {known}")
         return kinds[value]
@@ -87,6 +100,12 @@ def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:
             raise ConfigError(f"layer {index} of {layers} gets no kind from the schedule")
         kinds.append(kind)
     return tuple(kinds)
+
+
+def _count(value: object, what: str, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} {value!r} by config.json, which must be a whole number of at least {least}")
+    return value
 
 
 def _where(selects: Callable[[int, int], bool], target: Target, when: object) -> Rule:
