@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.runtime.abi import Layer, Pages, State, Step, Weight
+from flexgen.runtime.abi import Layer, Pages, SharedPages, State, Step, Weight
 from flexgen.runtime.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.config import normalise, read_config
 from flexgen.runtime.errors import ConfigError
@@ -38,7 +38,7 @@ class Model:
         self.weight_version = 0
         self.state: dict[str, State] = package.walker.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
-        self._check_windows()
+        self._check_state()
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
         run = [package.walker.LAYERS[kind] for kind in dims.kinds]
@@ -119,16 +119,26 @@ class Model:
         for layer, weight, index in self.storages():
             storage = getattr(layer, weight.role)
             generator.manual_seed(zlib.crc32(f"{weight.role}.{index}".encode()))
-            if storage.dim() < 2:
-                storage.fill_(0.0 if "bias" in weight.role else 1.0)
+            if weight.role.endswith("_bias"):
+                storage.zero_()
+            elif storage.dim() < 2:
+                storage.fill_(1.0)
             else:
                 storage.normal_(0.0, 1.0 if weight.role.endswith("_router") else 0.02, generator=generator)
 
-    def _check_windows(self) -> None:
-        for name in {entry for mixers in self.mixers for entry in mixers}:
-            state = self.state[name]
-            if isinstance(state, Pages) and state.window is not None and state.window < 1:
-                raise ConfigError(f"{name} layers have a window of {state.window} tokens, and need at least 1")
+    def _check_state(self) -> None:
+        earlier: set[str] = set()
+        for index, mixers in enumerate(self.mixers):
+            for entry in mixers:
+                state = self.state[entry]
+                if isinstance(state, Pages) and state.window is not None and state.window < 1:
+                    raise ConfigError(f"{entry} layers have a window of {state.window} tokens, and need at least 1")
+                if isinstance(state, SharedPages) and state.owner not in earlier:
+                    raise ConfigError(
+                        f"layer {index} reads the keys and values of an earlier {state.owner} layer, and there is none; "
+                        "config.json shares too many layers"
+                    )
+            earlier.update(mixers)
 
     # ------------------------------------------------------------ running
 
@@ -152,11 +162,15 @@ class Model:
 
 
 def _dtype(wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any]) -> torch.dtype:
-    if isinstance(wanted, torch.dtype):
-        return wanted
-    name = wanted
+    """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
+    listed = ", ".join(DTYPES)
     if wanted == "auto":
         name = next((c[key] for c in (config, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}, and must be auto or one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+        if name not in DTYPES:
+            raise ConfigError(f"config.json's dtype is {name!r}, and must be one of {listed}; or pass dtype=")
+        return DTYPES[name]
+    if wanted in DTYPES.values():
+        return wanted
+    if wanted not in DTYPES:
+        raise ValueError(f"dtype is {wanted!r}, and must be auto or one of {listed}")
+    return DTYPES[wanted]
