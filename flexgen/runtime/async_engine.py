@@ -1,10 +1,12 @@
-"""An engine that many callers share: one thread steps it, each caller awaits its own outputs."""
+"""An engine that many callers share: one thread owns it, each caller awaits its own outputs."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from flexgen.runtime.engine import Engine
@@ -14,23 +16,21 @@ from flexgen.runtime.outputs import RequestOutput
 from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests import RequestGroup
 
-_Item = RequestOutput | BaseException
-
 
 class _Stream:
     """One caller's outputs, handed from the engine's thread to the caller's event loop."""
 
     def __init__(self, group: RequestGroup, loop: asyncio.AbstractEventLoop) -> None:
         self.group, self.version = group, 0
-        self._loop, self._queue = loop, asyncio.Queue[_Item]()
+        self._loop, self._items = loop, asyncio.Queue[RequestOutput | Exception]()
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: RequestOutput | Exception) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     async def get(self) -> RequestOutput:
-        item = await self._queue.get()
-        if isinstance(item, BaseException):
+        item = await self._items.get()
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -44,10 +44,8 @@ class AsyncEngine:
     def __init__(self, model: Any, **arguments: Any) -> None:
         self._llm = LLM(model, **arguments)
         self._engine: Engine = self._llm.engine
-        self._lock = threading.Lock()
-        """Held by whoever touches the engine; callers wait for at most one step."""
-        self._wake = threading.Event()
         self._streams: dict[str, _Stream] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="flexgen-engine", daemon=True)
         self._thread.start()
@@ -66,7 +64,9 @@ class AsyncEngine:
         """
         if lora_request is not None:
             raise NotImplementedError("lora_request is not supported yet")
-        stream = await asyncio.to_thread(self._add, prompt, sampling_params, request_id, timeout, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        text, ids = parse_prompt(prompt, self._engine.tokens)
+        stream = await self._on_thread(lambda: self._add(request_id, ids, sampling_params, text, timeout, loop))
         try:
             while True:
                 output = await stream.get()
@@ -74,74 +74,94 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            if not stream.group.finished:
-                await self.abort(request_id)
+            if not stream.group.finished and not self._closed:
+                self._submit(lambda: self._abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its caller gets what was generated, with finish_reason "abort". Unknown ids do nothing."""
-        await asyncio.to_thread(self._abort, request_id)
+        await self._on_thread(lambda: self._abort(request_id))
 
     def metrics(self) -> dict[str, int | float]:
-        with self._lock:
-            return self._llm.metrics()
+        return self._llm.metrics()
 
     def report(self) -> str:
-        with self._lock:
-            return self._llm.report()
+        return self._llm.report()
 
     def get_tokenizer(self) -> Any:
         return self._llm.get_tokenizer()
 
+    async def reset_prefix_cache(self) -> bool:
+        return await self._on_thread(self._llm.reset_prefix_cache)
+
     def close(self) -> None:
-        """Abort everything and stop the thread."""
-        with self._lock:
-            self._closed = True
-            self._engine.abort_all()
-            self._deliver()
-        self._wake.set()
-        self._thread.join()
+        """Abort everything and stop the thread. Callers that still listen get their outputs so far."""
+        if not self._closed:
+            self._submit(self._shut)
+            self._thread.join()
+
+    # ------------------------------------------------------------ on the caller's side
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run `work` on the engine's thread, between two steps."""
+        if self._closed:
+            raise FlexgenError("this AsyncEngine is closed")
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    async def _on_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._submit(work))
+
+    # ------------------------------------------------------------ on the engine's thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._do_jobs(wait=not self._engine.unfinished)
+            if self._engine.unfinished:
+                self._step()
+
+    def _do_jobs(self, wait: bool) -> None:
+        if wait:
+            self._jobs.get()()
+        while not self._jobs.empty():
+            self._jobs.get()()
 
     def _add(
         self,
-        prompt: Prompt,
-        params: SamplingParams,
         request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        text: str | None,
         timeout: float | None,
         loop: asyncio.AbstractEventLoop,
     ) -> _Stream:
-        text, ids = parse_prompt(prompt, self._engine.tokens)
-        with self._lock:
-            if self._closed:
-                raise FlexgenError("this AsyncEngine is closed")
-            if request_id in self._streams:
-                raise ValueError(f"request_id={request_id!r} is running already; ids must differ")
-            stream = _Stream(self._engine.add(request_id, ids, params, text, timeout), loop)
-            self._streams[request_id] = stream
-        self._wake.set()
+        if request_id in self._streams:
+            raise ValueError(f"request_id={request_id!r} is running already; ids must differ")
+        stream = _Stream(self._engine.add(request_id, ids, params, text, timeout), loop)
+        self._streams[request_id] = stream
         return stream
 
     def _abort(self, request_id: str) -> None:
-        with self._lock:
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                self._engine.abort(stream.group)
-                self._deliver()
+        if request_id in self._streams:
+            self._engine.abort(self._streams[request_id].group)
+            self._deliver()
 
-    def _run(self) -> None:
-        while True:
-            self._wake.wait()
-            with self._lock:
-                if self._closed:
-                    return
-                if not self._engine.unfinished:
-                    self._wake.clear()
-                    continue
-                self._step()
+    def _shut(self) -> None:
+        self._closed = True
+        self._engine.abort_all()
+        self._deliver()
 
     def _step(self) -> None:
         try:
             self._engine.step()
-        except Exception as error:  # whatever it was, it belongs to the callers, not to this thread
+        except Exception as error:  # it belongs to the callers, whatever it is; the thread must outlive it
             for stream in self._streams.values():
                 stream.put(error)
             self._streams.clear()
@@ -159,4 +179,3 @@ class AsyncEngine:
                 stream.put(FlexgenError(group.error))
             elif group.finished or group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 stream.put(group.output())
-

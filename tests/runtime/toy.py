@@ -36,9 +36,9 @@ class Toy:
             "recurrent": Slots({"memory": ((WIDTH,), None)}),
         }
         self.state = {kind: every[kind] for kind in dict.fromkeys(kinds)}
-        self.embed, self.place = draw(vocab, WIDTH) * 4, draw(longest + 1, WIDTH) * 4
+        self.embed, self.place, self.head = draw(vocab, WIDTH) * 3, draw(longest + 1, WIDTH), draw(vocab, WIDTH) * 2
         self.layers = [
-            Layer(qkv=draw(3 * HEADS * HEAD, WIDTH), out=draw(WIDTH, HEADS * HEAD) * 2, gate=draw(WIDTH, WIDTH))
+            Layer(qkv=draw(3 * HEADS * HEAD, WIDTH), out=draw(WIDTH, HEADS * HEAD) * 4, gate=draw(WIDTH, WIDTH))
             for _ in kinds
         ]
         self.window, self.calls, self.tokens_run, self.writes = window, 0, 0, []
@@ -56,7 +56,7 @@ class Toy:
         return x_TD / x_TD.norm(dim=-1, keepdim=True) * math.sqrt(WIDTH)
 
     def logits(self, hidden_RD):
-        return hidden_RD @ self.embed.T
+        return hidden_RD @ self.head.T
 
     def attend(self, layer, x_TD, kind, step):
         q, k, v = (x_TD @ layer.qkv.T).view(-1, 3, HEADS, HEAD).unbind(1)
@@ -73,9 +73,9 @@ class Toy:
             assert stop > start, "a row without a token"
             table = pages.table_RB[row].long()
             keys = layer.k_pages[table].flatten(0, 1)[:length]
-            values = layer.v_pages[table].flatten(0, 1)[:length]
             behind = step.positions_T[start:stop, None] - torch.arange(length)
             hidden = (behind < 0) | (behind >= self.window if kind == "sliding" else False)
+            values = layer.v_pages[table].flatten(0, 1)[:length].masked_fill(hidden.all(0)[:, None, None], 0)
             scores = torch.einsum("thd,lhd->htl", q[start:stop], keys).masked_fill(hidden, float("-inf"))
             out[start:stop] = torch.einsum("htl,lhd->thd", scores.softmax(-1), values)
         return out.flatten(1) @ layer.out.T
