@@ -16,7 +16,6 @@ from flexgen.runtime.abi import ExpertLayout, Mxfp4, PerExpert, Stacked, Weight
 from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.mxfp4 import dequantise
 
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a tensor may be stored as. Narrower formats need scales, so they are never read as plain numbers."""
 

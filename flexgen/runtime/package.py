@@ -18,7 +18,6 @@ from flexgen.runtime.abi import ABI
 from flexgen.runtime.config import broken_fence, merged, normalise
 from flexgen.runtime.errors import ConfigError, FlexgenError
 
-
 _KEYS = frozenset({"abi", "defaults", "files", "model_types", "name", "require", "source", "text_config"})
 """What a manifest must say for a package to be chosen and loaded."""
 
