@@ -24,7 +24,10 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> li
     """Token sequences that write `words`: at the start of a text and, where that is a word of its own, after a space."""
     sequences: list[PhrasedWord] = []
     for word in words:
-        bare, spaced = tuple(encode(word.lstrip())), tuple(encode(" " + word.lstrip()))
+        stem = word.lstrip() or word
+        bare, spaced = tuple(encode(stem)), tuple(encode(" " + stem))
+        if not bare:
+            raise ValueError(f"bad_words holds {word!r}, which this tokenizer writes with no token at all")
         sequences.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             sequences.append(spaced)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 TEXT = ["the quick brown fox jumps over the lazy dog", "Ünïcödé — 日本語 🙂🙃 naïve", '{"name": "fox", "age": 3}'] * 4
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[{{ tools | length }} tools]{% endif %}{% for m in messages %}"
-    "<{{ m.role }}>{{ m.content }}{% if not loop.last or add_generation_prompt %}\n{% endif %}{% endfor %}"
+    "<{{ m.role }}>{{ m.content }}{% if not loop.last or add_generation_prompt %}|{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
 

@@ -42,7 +42,7 @@ def say(script, config=None, **params):
         texts.append(group.output().outputs[0].text)
     answer = group.output().outputs[0]
     assert len(answer.token_ids) == len(answer.logprobs)
-    assert [list(entry)[0] for entry in answer.logprobs] == answer.token_ids
+    assert [next(iter(entry)) for entry in answer.logprobs] == answer.token_ids
     return answer, texts
 
 
