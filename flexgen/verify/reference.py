@@ -1,0 +1,150 @@
+"""The oracle: a transformers model with eager attention and eager experts, and what its modules took and gave."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""What forwards of transformers call their cache, newest name first."""
+
+
+def tiny(config: Mapping[str, Any], seed: int = 0) -> Any:
+    """A model of a `tiny:` config with every tensor random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **copy.deepcopy(dict(config))}
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    made._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
+    randomise(model, seed)
+    return model
+
+
+def load(directory: Path, device: str) -> Any:
+    """The model of a checkpoint, in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory)
+    for part in (config, config.get_text_config()):
+        part._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.to(device).eval()
+
+
+def save(model: Any, directory: str | Path) -> None:
+    """Write a checkpoint, without the progress bar that transformers shows."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Make every parameter and saved buffer random.
+
+    Vectors move away from their initial ones and zeros, so that a gain or bias left out shows; matrices keep the size of
+    what passes through them; embeddings are small enough that no logit saturates.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
+        if not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() < 2 or bool((tensor == tensor.flatten()[0]).all()):  # gains, and biases of stacked experts
+            tensor.copy_(tensor + 0.25 * noise)
+        elif id(tensor) in embeddings:
+            tensor.copy_(0.5 * noise)
+        else:
+            tensor.copy_(noise / math.sqrt(min(tensor.shape[-2:]) if tensor.dim() == 3 else tensor.shape[-1]))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Logits (t, V) of one sequence in one pass."""
+    return model(torch.tensor([list(tokens)], device=model.device)).logits[0]
+
+
+@torch.no_grad()
+def decoded_logits(model: Any, tokens: Sequence[int], prefill: int) -> Tensor:
+    """Logits (t - prefill, V) of the tokens after the first `prefill`, fed one by one through the model's own cache."""
+    accepted = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHE_ARGUMENTS if name in accepted), None)
+    if name is None:
+        raise TypeError(f"{type(model).__name__}.forward has none of the cache arguments {', '.join(CACHE_ARGUMENTS)}")
+    cache, rows = None, []
+    for chunk in (tokens[:prefill], *([token] for token in tokens[prefill:])):
+        output = model(torch.tensor([list(chunk)], device=model.device), **{name: cache}, use_cache=True)
+        cache = output[name]
+        rows.append(output.logits[0, -1])
+    return torch.stack(rows[1:])
+
+
+@dataclass
+class Call:
+    """What one module took and gave in one pass; tensors are copies."""
+
+    arguments: dict[str, Any]
+    output: Any
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first tensor among the arguments: the hidden states of every layer and leaf."""
+        return next((value for value in self.arguments.values() if isinstance(value, Tensor)), None)
+
+    @property
+    def first_output(self) -> Tensor | None:
+        first = self.output[0] if isinstance(self.output, tuple) else self.output
+        return first if isinstance(first, Tensor) else None
+
+
+@contextmanager
+def recorded(modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, Call]]:
+    """Record the call of each module while the context is open."""
+    calls: dict[str, Call] = {}
+    handles = []
+    for name, module in modules.items():
+        bind = inspect.signature(module.forward)
+
+        def before(_: Any, args: Any, kwargs: Any, name: str = name, bind: inspect.Signature = bind) -> None:
+            given = {}
+            for key, value in bind.bind_partial(*args, **kwargs).arguments.items():
+                given[key] = value.clone() if isinstance(value, Tensor) else value
+            calls[name] = Call(given, None)
+
+        def after(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            calls[name].output = (
+                tuple(_copied(part) for part in output) if isinstance(output, tuple) else _copied(output)
+            )
+
+        handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,109 @@
+"""`verify`: one package, one model, every way of feeding it."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.assets import root
+from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.model import Model
+from flexgen.runtime.package import find_packages, read_manifest
+from flexgen.verify import reference
+from flexgen.verify.harness import Harness
+from flexgen.verify.layers import LayerRun
+from flexgen.verify.report import Report, Row
+
+PROMPT, OTHER, PREFILL = 40, 29, 24
+"""Tokens of the prompt, of the other row in a batch, and of each before decode; more than any tiny window."""
+
+TOLERANCE = 1e-4
+"""fp32: logits by absolute error, layers and lines relative to the reference's greatest value."""
+
+
+def verify(
+    spec: str | Path, checkpoint: str | Path | None = None, dtype: str = "float32", device: str = "cpu"
+) -> Report:
+    """Compare a generated package, by name or folder, with transformers.
+
+    Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises FlexgenError for a
+    package or spec that is not there and for a dtype other than float32.
+    """
+    if dtype != "float32":
+        raise FlexgenError(f"dtype is {dtype!r}, and verify compares in float32 only: leave --dtype out")
+    folder = _package(spec)
+    name = read_manifest(folder)["name"]
+    if checkpoint is not None:
+        oracle = reference.load(Path(checkpoint), device)
+        model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)
+        return _compare(name, str(checkpoint), model, oracle)
+    oracle = reference.tiny(_tiny_config(name)).to(device)
+    with tempfile.TemporaryDirectory() as directory:
+        reference.save(oracle, directory)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="edited by hand")  # an edited package is worth comparing
+            model = Model.load(directory, dtype=dtype, device=device, generated=folder)
+    return _compare(name, "its tiny model with random weights", model, oracle)
+
+
+def _package(spec: str | Path) -> Path:
+    packages = find_packages()
+    if str(spec) in packages:
+        return packages[str(spec)]
+    if (Path(spec) / "manifest.json").exists():
+        return Path(spec)
+    raise FlexgenError(f"no generated package `{spec}`: give a folder, or one of {', '.join(packages)}")
+
+
+def _tiny_config(name: str) -> dict[str, Any]:
+    from flexgen.spec.load import load_spec
+
+    path = root("specs") / f"{name}.yaml"
+    if not path.exists():
+        raise FlexgenError(f"{path} is missing, and verify builds its `tiny:` model: give a checkpoint instead")
+    return load_spec(path).model.tiny
+
+
+def _compare(name: str, what: str, model: Model, oracle: Any) -> Report:
+    tokens, other = _prompt(PROMPT, model.dims.vocab, 7), _prompt(OTHER, model.dims.vocab, 9)
+    report = Report(name, what)
+    for mode, ours, theirs in _modes(model, oracle, tokens, other):
+        report.rows.append(Row(mode, _max_error(ours, theirs), TOLERANCE))
+    traced = LayerRun(model, oracle, tokens, TOLERANCE)
+    report.lines_compared, report.first_difference = traced.lines, traced.difference
+    return report
+
+
+def _modes(model: Model, oracle: Any, tokens: list[int], other: list[int]) -> list[tuple[str, Tensor, Tensor]]:
+    whole = reference.logits(oracle, tokens)
+    decoded = reference.decoded_logits(oracle, tokens, PREFILL)
+    other_decoded = reference.decoded_logits(oracle, other, PREFILL)
+    chunked = Harness(model, 2, PROMPT)
+    chunks = [chunked.feed({1: tokens[a:b]})[1] for a, b in ((0, 1), (1, 17), (17, 20), (20, PROMPT))]
+    single = Harness(model, 1, PROMPT)
+    single.feed({0: tokens[:PREFILL]})
+    steps = [single.feed({0: [token]})[0] for token in tokens[PREFILL:]]
+    batch = Harness(model, 3, PROMPT)
+    batch.feed({0: tokens[:PREFILL], 2: other[:PREFILL]})
+    pairs = [batch.feed({2: [b], 0: [a]}) for a, b in zip(tokens[PREFILL:], other[PREFILL:], strict=False)]
+    both = torch.cat([torch.cat([pair[row] for pair in pairs]) for row in (0, 2)])
+    return [
+        ("whole prefill", Harness(model, 1, PROMPT).feed({0: tokens})[0], whole),
+        ("chunked prefill", torch.cat(chunks), whole),
+        ("decode", torch.cat(steps), decoded),
+        ("batched decode", both, torch.cat([decoded[: len(pairs)], other_decoded])),
+    ]
+
+
+def _max_error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).abs().max())
+
+
+def _prompt(length: int, vocab: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocab, (length,), generator=generator).tolist()

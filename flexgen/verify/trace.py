@@ -1,0 +1,223 @@
+"""Runs generated code line by line and holds each product with a weight to the reference's module of that weight.
+
+Generated code carries nothing for this. A tracer stops before each statement, finds the calls in it that take a weight
+(`F.linear(x, w.qkv)`), evaluates their input and result, and compares both with what the reference's module took and
+gave. A result that differs is that line's fault; an input that differs is the fault of the line that assigned it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.runtime.abi import Layer
+from flexgen.verify.reference import Call
+
+RESHAPES = ("flatten", "unflatten", "float")
+MARKER = "# spec: "
+
+
+@dataclass(frozen=True)
+class Place:
+    """One line of generated code, and the layer function's line that led to it."""
+
+    file: Path
+    line: int
+    layer_line: int | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line to blame, what was compared, and by how much it differs."""
+
+    place: Place
+    what: str
+    error: float
+
+
+@dataclass
+class _Function:
+    """State of one running generated function."""
+
+    statement: ast.stmt
+    assigned: dict[str, int] = field(default_factory=dict)
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Greatest difference relative to the reference's greatest value, at least 1; infinite where one is not finite."""
+    ours, theirs = ours.detach().float().flatten(), theirs.detach().float().flatten().to(ours.device)
+    difference = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
+    return float(difference) if bool(torch.isfinite(difference)) else float("inf")
+
+
+class Tracer:
+    """Collects the first fault of generated code while `watching()`.
+
+    expected  (index of the layer or None, role) -> the calls of the reference's modules that hold the weight
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        owners: Mapping[int, int | None],
+        expected: Callable[[int | None, str], list[Call]],
+        layer_functions: set[str],
+        tolerance: float,
+    ) -> None:
+        self.folder, self.owners, self.expected = str(folder), owners, expected
+        self.layer_functions, self.tolerance = layer_functions, tolerance
+        self.fault: Fault | None = None
+        self.compared: set[tuple[str, int, int | None]] = set()
+        self.last_return: Place | None = None
+        self._running: dict[FrameType, _Function] = {}
+        self._statements: dict[str, dict[int, ast.stmt]] = {}
+        self._layer_function: str | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Trace this thread; whatever traced it before goes on afterwards."""
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    # ------------------------------------------------------------ events
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        return self._event if self._is_generated(frame.f_code) else None
+
+    def _event(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        if event == "line":
+            statement = self._statements_of(frame.f_code.co_filename).get(frame.f_lineno)
+            running = self._running.get(frame)
+            if statement is not None and (running is None or running.statement is not statement):
+                self._enter(frame, statement)
+        elif event == "return":
+            running = self._running.get(frame)
+            if running is not None and isinstance(running.statement, ast.Return) and running.statement.value:
+                self.last_return = self._blame(frame, running.statement.value)
+            self._running.pop(frame, None)
+        return self._event
+
+    def _enter(self, frame: FrameType, statement: ast.stmt) -> None:
+        running = self._running.setdefault(frame, _Function(statement))
+        _note(running.assigned, running.statement)
+        running.statement = statement
+        if self.fault is None:
+            for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+                self._compare(frame, call)
+
+    # ------------------------------------------------------------ comparisons
+
+    def _compare(self, frame: FrameType, call: ast.Call) -> None:
+        weights = frame.f_locals.get("w")
+        role = next((arg.attr for arg in call.args if _is_weight(arg)), None)
+        if role is None or not isinstance(weights, Layer) or self.fault is not None:
+            return
+        layer = self.owners[id(weights)]
+        expected = self.expected(layer, role)
+        if not expected:
+            return
+        given = expected[0].input
+        value = _evaluate(call.args[0], frame)
+        if given is not None and isinstance(value, Tensor) and value.numel() == given.numel():
+            self._hold(value, given, f"the input of w.{role}", lambda: self._blame(frame, call.args[0]))
+        outputs = [one.output for one in expected]
+        if self.fault is None and all(isinstance(output, Tensor) for output in outputs):
+            theirs = torch.cat([output.flatten(0, -2) for output in outputs], dim=-1)
+            ours = _evaluate(call, frame)
+            if isinstance(ours, Tensor) and ours.numel() == theirs.numel() and not _is_scaled_embedding(call):
+                self.compared.add((frame.f_code.co_filename, frame.f_lineno, layer))
+                self._hold(ours, theirs, f"the product with w.{role}", lambda: self._place(frame, frame.f_lineno))
+
+    def _hold(self, ours: Tensor, theirs: Tensor, what: str, place: Callable[[], Place]) -> None:
+        difference = error(ours, theirs)
+        if difference > self.tolerance:
+            self.fault = Fault(place(), what, difference)
+
+    # ------------------------------------------------------------ places
+
+    def _blame(self, frame: FrameType, expression: ast.expr) -> Place:
+        """The line that made the value of an expression in a running function."""
+        running = self._running[frame]
+        name = _root_name(expression)
+        if name in running.assigned:
+            return self._place(frame, running.assigned[name])
+        caller = frame.f_back
+        if name is not None and caller is not None and caller in self._running:
+            position = frame.f_code.co_varnames.index(name)
+            for call in (n for n in ast.walk(self._running[caller].statement) if isinstance(n, ast.Call)):
+                if isinstance(call.func, ast.Name) and call.func.id == frame.f_code.co_name:
+                    plain = all(not isinstance(arg, ast.Starred) for arg in call.args[: position + 1])
+                    return self._blame(caller, call.args[position]) if plain else self._place(caller, caller.f_lineno)
+        return self._place(frame, running.statement.lineno)
+
+    def _place(self, frame: FrameType, line: int) -> Place:
+        at, layer_line = frame, None
+        while at is not None and layer_line is None:
+            if at.f_code.co_name in self.layer_functions and self._is_generated(at.f_code):
+                layer_line = line if at is frame else self._running[at].statement.lineno
+            at = at.f_back
+        return Place(Path(frame.f_code.co_filename), line, layer_line)
+
+    def _is_generated(self, code: CodeType) -> bool:
+        return code.co_filename.startswith(self.folder)
+
+    def _statements_of(self, file: str) -> dict[int, ast.stmt]:
+        if file not in self._statements:
+            tree = ast.parse(Path(file).read_text())
+            simple = (ast.Assign, ast.Return, ast.Expr)
+            self._statements[file] = {n.lineno: n for n in ast.walk(tree) if isinstance(n, simple)}
+        return self._statements[file]
+
+
+def marker(file: Path, line: int) -> str | None:
+    """The spec path that the nearest marker above a line names."""
+    for text in reversed(file.read_text().splitlines()[:line]):
+        if text.startswith(("def ", "    def ")):
+            return None
+        if MARKER in text:
+            return text.split(MARKER)[1].strip()
+    return None
+
+
+def _note(assigned: dict[str, int], statement: ast.stmt) -> None:
+    if isinstance(statement, ast.Assign):
+        for node in (node for target in statement.targets for node in ast.walk(target)):
+            if isinstance(node, ast.Name):
+                assigned[node.id] = statement.lineno
+
+
+def _is_weight(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "w"
+
+
+def _is_scaled_embedding(call: ast.Call) -> bool:
+    """The reference's embedding module scales its rows; generated code does so outside of the call."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "embedding"
+
+
+def _root_name(expression: ast.expr) -> str | None:
+    """x of `x`, `x.flatten(1)` and the like; None for what computes."""
+    while isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+        if expression.func.attr not in RESHAPES:
+            return None
+        expression = expression.func.value
+    return expression.id if isinstance(expression, ast.Name) else None
+
+
+def _evaluate(expression: ast.expr, frame: FrameType) -> Any:
+    """The value of an expression of a statement about to run. What takes a weight writes nothing, so this is safe."""
+    code = compile(ast.Expression(expression), frame.f_code.co_filename, "eval")
+    return eval(code, frame.f_globals, frame.f_locals)

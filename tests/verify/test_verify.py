@@ -1,0 +1,73 @@
+"""verify is clean for every shipped package, and names the line of a package that was broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from flexgen.assets import root
+from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.package import find_packages
+from flexgen.verify import reference, verify
+from flexgen.verify.report import Report, Row
+from flexgen.verify.run import _tiny_config
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", find_packages())
+def test_shipped_packages_agree(name):
+    report = verify(name)
+    assert report.ok, report.to_text()
+    assert [row.mode for row in report.rows] == ["whole prefill", "chunked prefill", "decode", "batched decode"]
+    assert report.lines_compared >= 20
+    assert json.loads(report.to_json())["ok"] is True
+
+
+BROKEN = {
+    # name: (spec, file, function, text, replacement, layer, block)
+    "residual": ("llama", "walker.py", "full_layer", "x_TD = x_TD + h_TD", "x_TD = x_TD - h_TD", 0, "block[0]"),
+    "norm": ("qwen3", "walker.py", "sliding_layer", "w.input_layernorm, dims.eps", "None, dims.eps", 2, "block[0]"),
+    "norm eps": ("qwen3", "walker.py", "full_layer", "w.post_attention_layernorm, dims.eps",
+                 "w.post_attention_layernorm, 1.0", 0, "block[1]"),
+    "activation": ("llama", "walker.py", "mlp", "F.silu(gate_TI)", "F.gelu(gate_TI)", 0, "block[1]"),
+    "bias": ("llama", "attention.py", "full_attention", "w.qkv, w.qkv_bias", "w.qkv", 0, "block[0]"),
+    "window": ("gpt_oss", "attention.py", "sliding_attention", "o_TNH = attend(", "o_TNH = 2 * attend(", 0, "block[0]"),
+    "gain": ("gemma4_moe", "walker.py", "full_layer", "x_TD = x_TD * w.layer_scalar", "x_TD = x_TD * 1", 2, "block[2]"),
+    "branch": ("gemma4_moe", "walker.py", "sliding_layer", "h_TD = mlp_TD + moe_TD", "h_TD = mlp_TD", 0, "block[1]"),
+    "router input": ("gemma4_moe", "walker.py", "moe_route", "h_TD = h_TD * (1 / math.sqrt(dims.hidden))", "h_TD = h_TD * 1",
+                     0, "block[1]"),
+    "side input": ("gemma4_e", "walker.py", "sliding_layer", "h_TI = h_TI * per_layer_TI", "h_TI = h_TI * 1", 0, "block[2]"),
+    "shared pages": ("gemma4_e", "attention.py", "full_shared_attention", "q_TNH = rms_norm(", "q_TNH = 2 * rms_norm(",
+                     5, "block[0]"),
+    "delta rule": ("qwen3_5", "attention.py", "gdn_mixer", "torch.sigmoid(b_TN)", "torch.sigmoid(b_TN) * 0.5", 0, "block[0]"),
+    "embedding": ("gemma4_dense", "walker.py", "forward", "* rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)", "* 2",
+                  None, None),
+    "head": ("gemma4_dense", "walker.py", "logits", "dims.softcap)", "2 * dims.softcap)", None, None),
+}  # fmt: skip
+
+
+def break_package(spec, file, function, text, replacement, folder):
+    """A copy of a package with one line changed -> its folder and the line's number."""
+    shutil.copytree(root("generated") / spec, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    lines = (folder / file).read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.strip().startswith(f"def {function}("))
+    at = next(n for n in range(start, len(lines)) if text in lines[n])
+    lines[at] = lines[at].replace(text, replacement)
+    (folder / file).write_text("\n".join(lines) + "\n")
+    return folder, at + 1
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_is_named(name, tmp_path):
+    spec, file, function, text, replacement, layer, block = BROKEN[name]
+    folder, line = break_package(spec, file, function, text, replacement, tmp_path / "package")
+    report = verify(folder)
+    assert not report.ok
+    found = report.first_difference
+    assert found is not None
+    print(report.to_text())
+    assert (found.file, found.line, found.layer, found.block) == (str(folder / file), line, layer, block)
