@@ -43,7 +43,7 @@ class AsyncEngine:
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         self._llm = LLM(model, **arguments)
-        self._engine: Engine = self._llm.engine
+        self._engine: Engine = self._llm.llm_engine
         self._streams: dict[str, _Stream] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed = False

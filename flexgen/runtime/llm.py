@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.errors import ConfigError
@@ -17,6 +15,9 @@ from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParam
 from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests import RequestGroup
 from flexgen.runtime.tokens import Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -37,14 +38,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (True, False),
 }
 """Arguments of vLLM's LLM that are accepted with these values, which change nothing here; others are refused."""
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 
 
 class LLM:
@@ -72,14 +65,14 @@ class LLM:
         _refuse_unknown(options)
         if enable_sleep_mode:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
-        loading = {"dtype": _dtype(dtype), "device": device, "load_format": load_format, "spec": spec,
+        loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
                    "generated": generated, "ignore_config": tuple(ignore_config) or None}  # fmt: skip
         self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
         self._directory = self.model.directory
         source = None if skip_tokenizer_init else tokenizer or self._directory
         tokens = Tokens.load(source, self._directory, self.model.config, self.model.dims.vocab)
         sizes = {name: value for name, value in options.items() if name not in _NEUTRAL and value is not None}
-        self.engine = Engine(self.model, tokens, EngineOptions(_max_model_len(self.model, max_model_len), **sizes))
+        self.llm_engine = Engine(self.model, tokens, EngineOptions(_max_model_len(self.model, max_model_len), **sizes))
         self._requests = 0
 
     def generate(
@@ -100,12 +93,12 @@ class LLM:
         try:
             with _Progress(groups, use_tqdm) as progress:
                 while any(not group.finished for group in groups):
-                    self.engine.step()
+                    self.llm_engine.step()
                     progress.update()
         finally:
             self._abort_all(groups)
         for group in groups:
-            self.engine.raise_error(group)
+            self.llm_engine.raise_error(group)
         return [group.output() for group in groups]
 
     def chat(
@@ -132,7 +125,7 @@ class LLM:
             "tools": None if tools is None else list(tools),
         }
         prompts = [
-            {"prompt_token_ids": self.engine.tokens.chat(conversation, **template)} for conversation in conversations
+            {"prompt_token_ids": self.llm_engine.tokens.chat(conversation, **template)} for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout)
 
@@ -152,10 +145,10 @@ class LLM:
         try:
             while seen:
                 if all(group.version == version for group, version in seen.items()):
-                    self.engine.step()
+                    self.llm_engine.step()
                 for group in [group for group, version in seen.items() if group.version != version]:
                     seen[group] = group.version
-                    self.engine.raise_error(group)
+                    self.llm_engine.raise_error(group)
                     if group.finished:
                         del seen[group]
                     if group.finished or group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
@@ -164,20 +157,20 @@ class LLM:
             self._abort_all(groups)
 
     def get_tokenizer(self) -> Any:
-        return self.engine.tokens.require("get_tokenizer")
+        return self.llm_engine.tokens.require("get_tokenizer")
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Always succeeds (True), as vLLM's does when nothing runs."""
-        self.engine.reset_prefix_cache()
+        self.llm_engine.reset_prefix_cache()
         return True
 
     def metrics(self) -> dict[str, int | float]:
         """Numbers since start, and what is free now. docs/parameters.md lists them."""
-        return self.engine.all_metrics()
+        return self.llm_engine.all_metrics()
 
     def report(self) -> str:
         """Memory of pages and state, for people: bytes by group, by token and by slot."""
-        return memory_report(self.engine)
+        return memory_report(self.llm_engine)
 
     def _add_all(
         self,
@@ -195,7 +188,7 @@ class LLM:
         complete = False
         try:
             for (text, ids), each in zip(parsed, params):
-                groups.append(self.engine.add(str(self._requests), ids, each, text, timeout))
+                groups.append(self.llm_engine.add(str(self._requests), ids, each, text, timeout))
                 self._requests += 1
             complete = True
         finally:
@@ -204,11 +197,11 @@ class LLM:
         return groups
 
     def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        return parse_prompt(prompt, self.engine.tokens)
+        return parse_prompt(prompt, self.llm_engine.tokens)
 
     def _abort_all(self, groups: Sequence[RequestGroup]) -> None:
         for group in groups:
-            self.engine.abort(group)
+            self.llm_engine.abort(group)
 
 
 def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[int]]:
@@ -251,14 +244,6 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
                 raise NotImplementedError(f"{name}={value!r} is not supported; only {allowed}")
         elif name not in EngineOptions.names():
             raise TypeError(f"LLM has no argument {name!r}; docs/parameters.md lists those it has")
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if isinstance(dtype, torch.dtype) or dtype is None or dtype == "auto":
-        return None if dtype == "auto" else dtype
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
 
 
 def _load(model: Any, loading: Mapping[str, Any]) -> Any:

@@ -35,9 +35,9 @@ def assert_all_free(llm):
     metrics = llm.metrics()
     assert metrics["free_blocks"] == metrics["total_blocks"]
     assert metrics["free_slots"] == metrics["total_slots"]
-    for pool in llm.engine.tables.pools:
+    for pool in llm.llm_engine.tables.pools:
         assert pool.free == pool.pages and not any(pool._users)
-    assert not llm.engine._groups and not llm.engine.unfinished
+    assert not llm.llm_engine._groups and not llm.llm_engine.unfinished
 
 
 @st.composite
@@ -79,16 +79,16 @@ def test_any_mix_gives_the_tokens_of_a_run_alone(kinds, workload):
     expected = [run(alone, [p], SamplingParams(seed=i, logprobs=0, **q))[0] for i, (p, q, _) in enumerate(requests)]
     llm = engine(toy, **sizes)
     groups = [
-        llm.engine.add(str(i), p, SamplingParams(seed=i, logprobs=0, **q)) for i, (p, q, _) in enumerate(requests)
+        llm.llm_engine.add(str(i), p, SamplingParams(seed=i, logprobs=0, **q)) for i, (p, q, _) in enumerate(requests)
     ]
     aborts = [step for _, _, step in requests]
     steps = 0
-    while llm.engine.unfinished:
-        llm.engine.step()
+    while llm.llm_engine.unfinished:
+        llm.llm_engine.step()
         steps += 1
         for group, step in zip(groups, aborts):
             if step == steps:
-                llm.engine.abort(group)
+                llm.llm_engine.abort(group)
         assert steps < 40 * len(requests) * 50, "the engine does not come to an end"
     for group, want, aborted in zip(groups, expected, aborts):
         got, want = group.output().outputs[0], want.outputs[0]
@@ -101,7 +101,7 @@ def test_any_mix_gives_the_tokens_of_a_run_alone(kinds, workload):
         assert got.token_ids == want.token_ids
         for token, mine, theirs in zip(got.token_ids, got.logprobs, want.logprobs):
             assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
-    llm.engine.step()
+    llm.llm_engine.step()
     assert_all_free(llm)
 
 
@@ -132,11 +132,11 @@ def test_windows_around_the_page_size(window):
 
 def test_a_window_group_frees_what_lies_behind_it():
     llm = engine(Toy(kinds=("sliding", "full"), window=4), block_size=4, max_num_seqs=1, max_num_batched_tokens=4)
-    group = llm.engine.add("0", list(range(40)), SamplingParams(max_tokens=20, temperature=0))
-    _, window = llm.engine.tables.pools
+    group = llm.llm_engine.add("0", list(range(40)), SamplingParams(max_tokens=20, temperature=0))
+    _, window = llm.llm_engine.tables.pools
     least = window.free
-    while llm.engine.unfinished:
-        llm.engine.step()
+    while llm.llm_engine.unfinished:
+        llm.llm_engine.step()
         least = min(least, window.free)
     assert group.finished and window.pages == 4 and least >= window.pages - 3
 
@@ -154,8 +154,8 @@ def test_the_last_lengths_below_max_model_len(length):
 def test_a_prompt_that_cannot_be_served_is_refused_with_the_numbers_and_the_others_lose_nothing():
     toy = Toy()
     llm = engine(toy, max_model_len=40, num_gpu_blocks_override=5)
-    held = llm.engine.add("held", [1, 2, 3], SamplingParams(temperature=0, max_tokens=8))
-    llm.engine.step()
+    held = llm.llm_engine.add("held", [1, 2, 3], SamplingParams(temperature=0, max_tokens=8))
+    llm.llm_engine.step()
     with pytest.raises(ValueError, match=r"40 tokens and max_model_len is 40"):
         run(llm, [[1], [1] * 40], None)
     with pytest.raises(ValueError, match=r"15 prompt tokens and up to 10 new ones take 6 blocks of 4.*there are 5"):
@@ -166,8 +166,8 @@ def test_a_prompt_that_cannot_be_served_is_refused_with_the_numbers_and_the_othe
         run(llm, [[61]], None)
     with pytest.raises(ValueError, match="max_tokens=0"):
         SamplingParams(max_tokens=0)
-    while llm.engine.unfinished:
-        llm.engine.step()
+    while llm.llm_engine.unfinished:
+        llm.llm_engine.step()
     assert held.output().outputs[0].token_ids == toy.greedy([1, 2, 3], 8)
     assert run(llm, [], None) == []
     assert_all_free(llm)
@@ -239,14 +239,14 @@ def test_a_timeout_keeps_what_was_generated(monkeypatch):
     llm = engine()
     clock = [0.0]
     monkeypatch.setattr("flexgen.runtime.engine.time.monotonic", lambda: clock[0])
-    group = llm.engine.add("0", [1, 2], SamplingParams(max_tokens=50, ignore_eos=True, logprobs=0), timeout=3)
+    group = llm.llm_engine.add("0", [1, 2], SamplingParams(max_tokens=50, ignore_eos=True, logprobs=0), timeout=3)
     for _ in range(5):
-        llm.engine.step()
+        llm.llm_engine.step()
         clock[0] += 1
     answer = group.output().outputs[0]
     assert (answer.finish_reason, answer.stop_reason) == ("abort", "timeout")
     assert 0 < len(answer.token_ids) == len(answer.logprobs) < 5
-    llm.engine.step()
+    llm.llm_engine.step()
     assert_all_free(llm)
 
 
@@ -285,7 +285,7 @@ def test_padding_rows_and_nan_in_the_pad_page_change_nothing():
     prompts, params = [[5, 6, 7]] * 2 + [[9]], SamplingParams(seed=3, max_tokens=10, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in run(engine(toy), prompts, params)]
     llm = engine(toy)
-    llm.engine.runner.ladder = [1, 2, 8, 16]
+    llm.llm_engine.runner.ladder = [1, 2, 8, 16]
     for layer in toy.layers[:2]:
         layer.k_pages[0], layer.v_pages[0] = float("nan"), float("nan")
     toy.layers[2].memory[0] = float("nan")
@@ -297,7 +297,7 @@ def test_fifty_calls_leave_everything_free():
     for call in range(50):
         params = SamplingParams(max_tokens=1 + call % 13, stop_token_ids=[call])
         run(llm, [[call % 61] * (1 + call % 9)] * 5, params)
-        llm.engine.step()
+        llm.llm_engine.step()
         assert_all_free(llm)
     assert llm.metrics()["finished_requests"] == 250
 
@@ -320,7 +320,7 @@ def test_the_token_after_an_eos_is_dropped_and_never_cached():
     answer = output.outputs[0]
     assert answer.token_ids == tokens[: tokens.index(eos) + 1] and answer.stop_reason == eos
     assert len(answer.logprobs) == len(answer.token_ids)
-    llm.engine.step()
+    llm.llm_engine.step()
     assert llm.metrics()["dropped_tokens"] == 1
     # the eos itself was fed to the step that was dropped; its block must not be found
-    assert len(llm.engine.tables.pools[0]._page_of) <= 3 + len(answer.token_ids) - 1
+    assert len(llm.llm_engine.tables.pools[0]._page_of) <= 3 + len(answer.token_ids) - 1

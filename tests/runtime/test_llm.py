@@ -91,7 +91,7 @@ def test_a_stream_left_early_frees_everything_and_generate_may_run_inside_one(ta
         assert inner.outputs[0].token_ids == toy.greedy([7, 8], 6)
         if len(output.outputs[0].token_ids) > 4:
             break
-    llm.engine.step()
+    llm.llm_engine.step()
     assert_all_free(llm)
 
 
@@ -119,7 +119,7 @@ def test_logprobs_hold_the_token_its_rank_and_the_most_likely_ones(talker):
     answer = output.outputs[0]
     total = 0.0
     for position, token in enumerate(answer.token_ids):
-        row = toy.reference_logits(ids + answer.token_ids[:position])[-1][: llm.engine.tokens.vocab].log_softmax(-1)
+        row = toy.reference_logits(ids + answer.token_ids[:position])[-1][: llm.llm_engine.tokens.vocab].log_softmax(-1)
         entry = answer.logprobs[position]
         assert next(iter(entry)) == token and set(row.topk(3).indices.tolist()) | {token} == set(entry)
         for other, logprob in entry.items():
@@ -142,8 +142,6 @@ def test_arguments_act_or_raise_by_name():
         LLM(toy, enable_sleep_mode=True, **bare)
     with pytest.raises(ValueError, match="spec say how to load"):
         LLM(toy, spec="llama", **bare)
-    with pytest.raises(ValueError, match="dtype='float8'"):
-        LLM(toy, dtype="float8", **bare)
     with pytest.raises(ValueError, match=r"max_model_len=999 .* max_position_embeddings=256"):
         LLM(toy, **{**bare, "max_model_len": 999})
     for name, value in [("block_size", 0), ("max_num_seqs", 0), ("gpu_memory_utilization", 1.5), ("seed", "a"),
@@ -204,5 +202,5 @@ def test_five_hundred_mixed_requests_through_thirty_two_slots_end_with_everythin
         assert answer.finish_reason in ("stop", "length")
         assert answer.logprobs is None or len(answer.logprobs) == len(answer.token_ids)
     assert llm.metrics()["preemptions"] > 0 or "sliding" in kinds[0]
-    llm.engine.step()
+    llm.llm_engine.step()
     assert_all_free(llm)
