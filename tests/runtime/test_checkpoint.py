@@ -238,6 +238,14 @@ def test_a_truncated_file_is_named(keep, checkpoint):
         load(folder)
 
 
+def test_a_tensor_in_two_files_is_named(checkpoint):
+    folder = checkpoint("llama")
+    (folder / FILE).rename(folder / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors and .*b\.safetensors hold model\.norm\.weight"):
+        load(folder)
+
+
 def test_a_half_mxfp4_pair_is_named(checkpoint):
     name = "model.layers.2.mlp.experts.down_proj_scales"
     folder = checkpoint("gpt_oss", lambda t: (widen(t), quantise(t), t.pop(name)), intermediate_size=64)
@@ -292,9 +300,10 @@ def test_rope_tables_are_shared_by_the_layers_of_an_entry(written):
     assert tables[("sliding",)].shape == (64, 8) and tables[("full",)].shape == (64, 16)
 
 
-def test_sharing_every_layer_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="earlier sliding layer"):
-        load(checkpoint("gemma4_e", num_kv_shared_layers=6))
+@pytest.mark.parametrize("shared, owner", [(6, "sliding"), (5, "full")])
+def test_a_shared_layer_needs_an_owner_before_it(shared, owner, checkpoint):
+    with pytest.raises(ConfigError, match=f"earlier {owner} layer"):
+        load(checkpoint("gemma4_e", num_kv_shared_layers=shared))
 
 
 @pytest.mark.parametrize("argument", [{"load_format": "pt"}, {"dtype": "int8"}, {"dtype": torch.int8}])

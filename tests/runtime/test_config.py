@@ -184,6 +184,13 @@ def test_overrides_of_one_layer_type_are_read_together():
     config.finish()
 
 
+def test_layers_without_an_override_read_the_top_level_field():
+    config = overrides({})
+    assert config.int("layers.f.head_dim") == 8
+    config.optional("layer_types")
+    config.finish()
+
+
 def test_without_overrides_the_next_path_is_taken():
     assert config_of({**TYPES, "global_head_dim": 32}).int("layers.f.head_dim", "global_head_dim") == 32
 
