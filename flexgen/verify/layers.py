@@ -81,7 +81,7 @@ class LayerRun:
     def _embedding_line(self) -> Place:
         file = Path(self.model.package.walker.__file__)
         lines = file.read_text().splitlines()
-        return Place(file, next(n for n, text in enumerate(lines, 1) if "x_TD = F.embedding(" in text), None)
+        return Place(file, next(n for n, text in enumerate(lines, 1) if "x_TD = F.embedding(" in text))
 
     def _check(self, difference: float, what: str, place: Place | None) -> None:
         if self.tracer.fault is None and difference > self.tolerance:
@@ -101,6 +101,7 @@ class LayerRun:
             spec=marker(place.file, place.line),
             file=_shown(place.file),
             line=place.line,
+            agreed=place.agreed,
             code=place.file.read_text().splitlines()[place.line - 1].strip(),
             what=fault.what,
             error=fault.error,

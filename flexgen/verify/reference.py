@@ -25,7 +25,9 @@ def tiny(config: Mapping[str, Any], seed: int = 0) -> Any:
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **copy.deepcopy(dict(config))}
     made = AutoConfig.for_model(fields.pop("model_type"), **fields)
     made._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
+    with torch.random.fork_rng(devices=[]):  # what transformers draws first is seeded too
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
     randomise(model, seed)
     return model
 

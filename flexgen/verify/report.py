@@ -26,6 +26,7 @@ class Difference:
 
     layer  index, or None outside of the layers        block  the layer function's part, such as block[1]
     spec   spec path behind the line                    file, line, code  the generated line
+    agreed last line of that function before it that was seen to be right, or None: the mistake is after it
     what   what was compared there                      error  greatest difference relative to the reference's size
     """
 
@@ -35,6 +36,7 @@ class Difference:
     spec: str | None
     file: str
     line: int
+    agreed: int | None
     code: str
     what: str
     error: float
@@ -77,6 +79,7 @@ class Report:
             lines += [
                 f"first difference: {where}",
                 f"  {found.file}:{found.line}: {found.code}",
+                *([] if found.agreed is None else [f"  line {found.agreed} still agrees"]),
                 f"  {found.what}: relative error {found.error:.1e}; spec: {found.spec or 'the whole model'}",
             ]
         return "\n".join(lines)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexgen.assets import root
+from flexgen.runtime.abi import Slots
 from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.model import Model
 from flexgen.runtime.package import find_packages, read_manifest
@@ -22,8 +23,12 @@ from flexgen.verify.report import Report, Row
 PROMPT, OTHER, PREFILL = 40, 29, 24
 """Tokens of the prompt, of the other row in a batch, and of each before decode; more than any tiny window."""
 
-TOLERANCE = 1e-4
-"""fp32: logits by absolute error, layers and lines relative to the reference's greatest value."""
+TOLERANCE, RECURRENT_TOLERANCE = 1e-4, 1e-3
+"""fp32: logits by absolute error, layers and lines relative to the reference's greatest value.
+
+With recurrent state, rounding grows along the sequence: on six random tiny models, transformers' own fp32 logits were up
+to 5e-4 from its fp64 ones, and its chunked form up to 3e-4 from its recurrence.
+"""
 
 
 def verify(
@@ -70,11 +75,13 @@ def _tiny_config(name: str) -> dict[str, Any]:
 
 
 def _compare(name: str, what: str, model: Model, oracle: Any) -> Report:
+    recurrent = any(isinstance(kept, Slots) for kept in model.state.values())
+    tolerance = RECURRENT_TOLERANCE if recurrent else TOLERANCE
     tokens, other = _prompt(PROMPT, model.dims.vocab, 7), _prompt(OTHER, model.dims.vocab, 9)
     report = Report(name, what)
     for mode, ours, theirs in _modes(model, oracle, tokens, other):
-        report.rows.append(Row(mode, _max_error(ours, theirs), TOLERANCE))
-    traced = LayerRun(model, oracle, tokens, TOLERANCE)
+        report.rows.append(Row(mode, _max_error(ours, theirs), tolerance))
+    traced = LayerRun(model, oracle, tokens, tolerance)
     report.lines_compared, report.first_difference = traced.lines, traced.difference
     return report
 

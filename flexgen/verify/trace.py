@@ -28,11 +28,12 @@ MARKER = "# spec: "
 
 @dataclass(frozen=True)
 class Place:
-    """One line of generated code, and the layer function's line that led to it."""
+    """One line of generated code, the layer function's line that led to it, and the line before that was still right."""
 
     file: Path
     line: int
-    layer_line: int | None
+    layer_line: int | None = None
+    agreed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class _Function:
 
     statement: ast.stmt
     assigned: dict[str, int] = field(default_factory=dict)
+    agreed: int | None = None
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
@@ -115,7 +117,8 @@ class Tracer:
         _note(running.assigned, running.statement)
         running.statement = statement
         if self.fault is None:
-            for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+            innermost_first = reversed(list(ast.walk(statement)))
+            for call in (node for node in innermost_first if isinstance(node, ast.Call)):
                 self._compare(frame, call)
 
     # ------------------------------------------------------------ comparisons
@@ -140,6 +143,7 @@ class Tracer:
             if isinstance(ours, Tensor) and ours.numel() == theirs.numel() and not _is_scaled_embedding(call):
                 self.compared.add((frame.f_code.co_filename, frame.f_lineno, layer))
                 self._hold(ours, theirs, f"the product with w.{role}", lambda: self._place(frame, frame.f_lineno))
+                self._running[frame].agreed = frame.f_lineno
 
     def _hold(self, ours: Tensor, theirs: Tensor, what: str, place: Callable[[], Place]) -> None:
         difference = error(ours, theirs)
@@ -169,7 +173,7 @@ class Tracer:
             if at.f_code.co_name in self.layer_functions and self._is_generated(at.f_code):
                 layer_line = line if at is frame else self._running[at].statement.lineno
             at = at.f_back
-        return Place(Path(frame.f_code.co_filename), line, layer_line)
+        return Place(Path(frame.f_code.co_filename), line, layer_line, self._running[frame].agreed)
 
     def _is_generated(self, code: CodeType) -> bool:
         return code.co_filename.startswith(self.folder)

@@ -13,7 +13,7 @@ from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.package import find_packages
 from flexgen.verify import reference, verify
 from flexgen.verify.report import Report, Row
-from flexgen.verify.run import _tiny_config
+from flexgen.verify.run import _tiny_config as tiny_config
 
 torch.set_num_threads(1)
 
@@ -30,7 +30,7 @@ def test_shipped_packages_agree(name):
 BROKEN = {
     # name: (spec, file, function, text, replacement, layer, block)
     "residual": ("llama", "walker.py", "full_layer", "x_TD = x_TD + h_TD", "x_TD = x_TD - h_TD", 0, "block[0]"),
-    "norm": ("qwen3", "walker.py", "sliding_layer", "w.input_layernorm, dims.eps", "None, dims.eps", 2, "block[0]"),
+    "norm": ("qwen3", "walker.py", "sliding_layer", "w.input_layernorm", "w.post_attention_layernorm", 2, "block[0]"),
     "norm eps": ("qwen3", "walker.py", "full_layer", "w.post_attention_layernorm, dims.eps",
                  "w.post_attention_layernorm, 1.0", 0, "block[1]"),
     "activation": ("llama", "walker.py", "mlp", "F.silu(gate_TI)", "F.gelu(gate_TI)", 0, "block[1]"),
@@ -41,9 +41,9 @@ BROKEN = {
     "router input": ("gemma4_moe", "walker.py", "moe_route", "h_TD = h_TD * (1 / math.sqrt(dims.hidden))", "h_TD = h_TD * 1",
                      0, "block[1]"),
     "side input": ("gemma4_e", "walker.py", "sliding_layer", "h_TI = h_TI * per_layer_TI", "h_TI = h_TI * 1", 0, "block[2]"),
-    "shared pages": ("gemma4_e", "attention.py", "full_shared_attention", "q_TNH = rms_norm(", "q_TNH = 2 * rms_norm(",
-                     5, "block[0]"),
-    "delta rule": ("qwen3_5", "attention.py", "gdn_mixer", "torch.sigmoid(b_TN)", "torch.sigmoid(b_TN) * 0.5", 0, "block[0]"),
+    "shared pages": ("gemma4_e", "attention.py", "full_shared_attention", "o_TNH = attend(", "o_TNH = 1 + attend(", 5,
+                     "block[0]"),
+    "delta rule": ("qwen3_5", "attention.py", "gdn_mixer", "o_TNH = delta_rule(", "o_TNH = 1 + delta_rule(", 0, "block[0]"),
     "embedding": ("gemma4_dense", "walker.py", "forward", "* rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)", "* 2",
                   None, None),
     "head": ("gemma4_dense", "walker.py", "logits", "dims.softcap)", "2 * dims.softcap)", None, None),
@@ -69,5 +69,40 @@ def test_a_broken_line_is_named(name, tmp_path):
     assert not report.ok
     found = report.first_difference
     assert found is not None
-    print(report.to_text())
     assert (found.file, found.line, found.layer, found.block) == (str(folder / file), line, layer, block)
+    assert report.to_text().count("DIFFERS") == 4
+    assert f"{found.file}:{line}: " in report.to_text()
+
+
+def test_a_mistake_between_two_products_is_bracketed(tmp_path):
+    edit = ("attention.py", "full_attention", "k_TKH = rotate(k_TKH", "k_TKH = 2 * rotate(k_TKH")
+    folder, line = break_package("qwen3", *edit, tmp_path / "package")
+    found = verify(folder).first_difference
+    assert found.agreed < line <= found.line
+    assert found.line - found.agreed <= 5
+
+
+def test_a_checkpoint(tmp_path):
+    reference.save(reference.tiny(tiny_config("qwen3"), seed=1), tmp_path)
+    report = verify("qwen3", checkpoint=tmp_path)
+    assert report.ok
+    assert str(tmp_path) in report.to_text()
+
+
+def test_every_tensor_is_random():
+    model = reference.tiny(tiny_config("gemma4_moe"))
+    for name, tensor in model.state_dict().items():
+        assert tensor.numel() == 1 or tensor.std() > 0, name
+
+
+def test_a_report_that_holds_nothing_or_nan_is_not_ok():
+    assert not Report("llama", "nothing").ok
+    assert not Row("decode", float("nan"), 1e-4).ok
+    assert json.loads(Report("llama", "nan", [Row("decode", float("nan"), 1e-4)]).to_json())["rows"][0]["max_error"] is None
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(FlexgenError, match="no generated package `lama`"):
+        verify("lama")
+    with pytest.raises(FlexgenError, match="bfloat16"):
+        verify("llama", dtype="bfloat16")
