@@ -154,9 +154,10 @@ class Engine:
         """The most tokens the request may generate; raises where no empty pool could hold it."""
         room = self.options.max_model_len - len(ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        needed = self.tables.blocks(len(ids) + limit - 1)  # the last token is never written
-        for pool, window in zip(self.tables.pools, self.tables.windows):
-            if window is None and needed > pool.pages:
+        chunk = self.options.max_num_batched_tokens
+        for index, pool in enumerate(self.tables.pools):
+            needed = self.tables.most_blocks(index, len(ids) + limit - 1, chunk)  # the last token is never written
+            if needed > pool.pages:
                 raise ValueError(
                     f"{len(ids)} prompt tokens and up to {limit} new ones take {needed} blocks of "
                     f"{self.options.block_size} tokens, and there are {pool.pages} in all; lower max_tokens or raise "

@@ -136,11 +136,11 @@ class LLM:
         lora_request: LoRARequest | None = None,
         timeout: float | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield a RequestOutput each time a request has grown, the last with `finished`. Closing it aborts the rest."""
-        groups = self._add_all(prompts, sampling_params, lora_request, timeout)
-        return self._stream(groups)
+        """Yield a RequestOutput each time a request has grown, the last with `finished`. Closing it aborts the rest.
 
-    def _stream(self, groups: list[RequestGroup]) -> Iterator[RequestOutput]:
+        Nothing happens, and no error is raised, before the first output is asked for.
+        """
+        groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         seen = dict.fromkeys(groups, 0)
         try:
             while seen:

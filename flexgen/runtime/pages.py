@@ -111,6 +111,13 @@ class PageTables:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def most_blocks(self, group: int, tokens: int, chunk: int) -> int:
+        """Pages of `group` that a request of `tokens` tokens holds at once, when a step adds at most `chunk` of them."""
+        window = self.windows[group]
+        if window is None:
+            return self.blocks(tokens)
+        return min(self.blocks(tokens), self.blocks(window - 1 + chunk) + 1)
+
     def begin(self, request: Request, root: bytes) -> None:
         """Empty tables for a request that enters; its cached prefix is found under `root`."""
         request.pages = [[] for _ in self.pools]

@@ -76,7 +76,7 @@ class Scheduler:
                 self.tables.register(request)
         plan = StepPlan()
         budget, preempted = self._continue_running(plan)
-        if not preempted:
+        if self.waiting and not preempted:
             self._admit(plan, budget, cache_root)
         plan.changes = self.tables.take_changes()
         return plan

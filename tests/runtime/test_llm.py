@@ -178,11 +178,11 @@ def test_memory_decides_the_pages_but_never_more_than_all_slots_use():
     assert llm.metrics()["total_blocks"] == 3 * 8
 
 
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS.keys())
-def test_five_hundred_mixed_requests_through_thirty_two_slots_end_with_everything_free(kinds):
+@pytest.mark.parametrize("kinds, count", zip(KINDS.values(), [300, 2000, 300, 300]), ids=KINDS.keys())
+def test_many_mixed_requests_through_thirty_two_slots_end_with_everything_free(kinds, count):
     rng = random.Random(0)
     llm = engine(Toy(kinds=kinds), max_num_seqs=32, num_gpu_blocks_override=90, max_num_batched_tokens=48)
-    prompts = [[rng.randrange(4) for _ in range(rng.randint(1, 40))] for _ in range(500)]
+    prompts = [[rng.randrange(4) for _ in range(rng.randint(1, 40))] for _ in range(count)]
     params = [
         SamplingParams(
             max_tokens=rng.randint(1, 16),
@@ -193,7 +193,7 @@ def test_five_hundred_mixed_requests_through_thirty_two_slots_end_with_everythin
             stop_token_ids=rng.sample(range(61), 3),
             seed=i,
         )
-        for i in range(500)
+        for i in range(count)
     ]
     outputs = run(llm, prompts, params)
     for output, prompt, each in zip(outputs, prompts, params):
