@@ -93,7 +93,8 @@ def _convert(source: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         config = read.config
-        del config.quantization_config  # the values are plain by now, and a model that says otherwise is not saved
+        for note in ("quantization_config", "_model_name_or_path", "unk_token_id"):  # of the file it was read from
+            delattr(config, note)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(read.state_dict())
         model.save_pretrained(directory)

@@ -14,12 +14,13 @@ import torch
 from flexgen.assets import root
 from flexgen.runtime.abi import Pages, PageStep, SharedPages, Slots, Step
 from flexgen.runtime.model import Model
-from flexgen.spec.load import load_spec
 
 SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
 
 
 def tiny_config(spec: str, **changes: Any) -> dict[str, Any]:
+    from flexgen.spec.load import load_spec
+
     config = copy.deepcopy(load_spec(root("specs") / f"{spec}.yaml").model.tiny)
     config.update({"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}, **changes)
     return {key: value for key, value in config.items() if value is not ...}
@@ -79,20 +80,21 @@ class Bench:
         self.model, self.page = model, page
         blocks = -(-length // page)
         model.make_rope_tables(length)
-        self.tables = torch.arange(1, rows * blocks + 1, dtype=torch.int32).view(rows, blocks)
+        device = model.device
+        self.tables = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device=device).view(rows, blocks)
         owners: dict[str, Any] = {}
         for layer, mixers in zip(model.layers, model.mixers, strict=True):
             for entry in mixers:
                 state = model.state[entry]
                 if isinstance(state, Pages):
                     shape = (rows * blocks + 1, page, state.kv_heads, state.head_dim)
-                    layer.k_pages, layer.v_pages = (torch.full(shape, math.nan, dtype=model.dtype) for _ in range(2))
+                    layer.k_pages, layer.v_pages = (torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2))
                     owners[entry] = layer
                 elif isinstance(state, SharedPages):
                     layer.k_pages, layer.v_pages = owners[state.owner].k_pages, owners[state.owner].v_pages
                 elif isinstance(state, Slots):
                     for name, (shape, dtype) in state.tensors.items():
-                        setattr(layer, name, torch.zeros((rows + 1, *shape), dtype=dtype or model.dtype))
+                        setattr(layer, name, torch.zeros((rows + 1, *shape), dtype=dtype or model.dtype, device=device))
         self.lengths = [0] * rows
 
     def run(self, chunks: dict[int, list[int]]) -> dict[int, torch.Tensor]:
@@ -109,18 +111,21 @@ class Bench:
             starts.append(len(ids))
             lengths.append(self.lengths[row])
             spans.append((starts[-2], starts[-1], self.lengths[row]))
-        pages = PageStep(torch.tensor(slots), self.tables[list(chunks)])
+        def tensor(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.model.device)
+
+        pages = PageStep(tensor(slots), self.tables[list(chunks)])
         step = Step(
-            positions_T=torch.tensor(positions),
-            rows_T=torch.tensor(rows, dtype=torch.int32),
-            starts_R=torch.tensor(starts, dtype=torch.int32),
-            lengths_R=torch.tensor(lengths, dtype=torch.int32),
-            pages={entry: pages for entry in self.model.state},
-            state_R=torch.tensor([row + 1 for row in chunks]),
+            positions_T=tensor(positions),
+            rows_T=tensor(rows, torch.int32),
+            starts_R=tensor(starts, torch.int32),
+            lengths_R=tensor(lengths, torch.int32),
+            pages=dict.fromkeys(self.model.state, pages),
+            state_R=tensor([row + 1 for row in chunks]),
             max_query=max(len(tokens) for tokens in chunks.values()),
             spans=spans,
         )
-        logits = self.model.logits(self.model.forward(torch.tensor(ids), step))
+        logits = self.model.logits(self.model.forward(tensor(ids), step))
         return {row: logits[start:stop] for row, (start, stop, _) in zip(chunks, spans, strict=True)}
 
 

@@ -8,6 +8,8 @@ from types import MappingProxyType
 NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "_name_or_path": "where the file came from",
+        "_model_name_or_path": "where the file came from",
+        "unk_token_id": "read by the tokenizer",
         "architectures": "names the class that transformers would build",
         "auto_map": "names remote code, which never runs here",
         "attention_dropout": "training only",
