@@ -1,0 +1,36 @@
+"""docs/parameters.md names every parameter and metric, and nothing that does not exist."""
+
+import inspect
+import re
+from dataclasses import fields
+
+from flexgen.assets import root
+from flexgen.runtime.llm import _NEUTRAL, LLM
+from flexgen.runtime.options import EngineOptions
+from flexgen.runtime.params import SamplingParams
+from tests.runtime.test_engine import engine
+
+PAGE = (root("specs").parent / "docs" / "parameters.md").read_text(encoding="utf-8")
+
+
+def section(title):
+    return PAGE.split(f"## {title}")[1].split("\n## ")[0]
+
+
+def first_column(text):
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_every_argument_of_llm_is_documented():
+    named = set(inspect.signature(LLM.__init__).parameters) - {"self", "options"}
+    assert first_column(section("`LLM(model, ...)`")) == named | set(EngineOptions.names())
+    assert all(f"`{name}`" in section("`LLM(model, ...)`") for name in _NEUTRAL)
+
+
+def test_every_sampling_parameter_is_documented():
+    assert first_column(section("`SamplingParams`")) == {field.name for field in fields(SamplingParams)}
+
+
+def test_every_metric_is_documented():
+    assert all(f"`{name}`" in section("Methods") for name in engine().metrics())
