@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flexgen.runtime.abi import Mxfp4, PerExpert, Stacked, Weight
+from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.model import Model
 
 
@@ -28,7 +29,10 @@ class Modules:
             for weight in (weight for rows in walker.WEIGHTS[kind] for weight in rows(model.dims)):
                 self._add(index, weight, lists)
         (path,) = lists
-        self.layers = [self._find(f"{path}.{index}") for index in range(len(model.layers))]
+        found = [self._find(f"{path}.{index}") for index in range(len(model.layers))]
+        self.layers = [name for name in found if name is not None]
+        if len(self.layers) != len(model.layers):
+            raise FlexgenError(f"the reference has {len(self.layers)} layers at {path}, the package {len(model.layers)}")
 
     def _add(self, index: int | None, weight: Weight, lists: set[str]) -> None:
         tensors = [part.name for part in weight.parts]
@@ -50,5 +54,5 @@ class Modules:
 
     def watched(self) -> dict[str, torch.nn.Module]:
         """Every module that a comparison may need."""
-        names = {name for names in self.by_role.values() for name in names if name} | set(self.layers)
+        names = {name for names in self.by_role.values() for name in names} | set(self.layers)
         return {name: self.named[name] for name in names}
