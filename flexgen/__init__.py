@@ -5,8 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-_LAZY = {"LLM": "flexgen.runtime.llm", "SamplingParams": "flexgen.runtime.params"}
-__all__ = ["LLM", "SamplingParams", "__version__"]
+_LAZY = {
+    "AsyncEngine": "flexgen.runtime.async_engine",
+    "CompletionOutput": "flexgen.runtime.outputs",
+    "LLM": "flexgen.runtime.llm",
+    "Logprob": "flexgen.runtime.outputs",
+    "LoRARequest": "flexgen.runtime.params",
+    "RequestOutput": "flexgen.runtime.outputs",
+    "SamplingParams": "flexgen.runtime.params",
+    "StructuredOutputsParams": "flexgen.runtime.params",
+}
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "LoRARequest",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

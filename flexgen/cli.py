@@ -194,11 +194,15 @@ def generate(
     llm = LLM(model=str(model))
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     for text in prompts:
+        given: str | dict[str, list[int]] = text
         if chat:
             message = [{"role": "user", "content": text}]
-            text = llm.get_tokenizer().apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            template = llm.get_tokenizer().apply_chat_template
+            given = {
+                "prompt_token_ids": template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+            }
         shown = 0
-        for output in llm.stream([text], params):
+        for output in llm.stream([given], params):
             grown = output.outputs[0].text
             print(grown[shown:], end="", flush=True)
             shown = len(grown)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flexgen.errors import FlexError
 
-class FlexgenError(Exception):
+
+class FlexgenError(FlexError):
     """Base of every error that flexgen raises on purpose."""
 
 
