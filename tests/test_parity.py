@@ -37,3 +37,15 @@ def test_logits_equal_transformers(spec):
         got = bench.run({2: other[13 + i : 14 + i], 0: tokens[30 + i : 31 + i]})
         assert (got[0][0] - wanted[30 + i]).abs().max() < tolerance
         assert (got[2][0] - wanted_other[13 + i]).abs().max() < tolerance
+
+
+def test_fp32_head_on_request():
+    _, folder = saved("llama")
+    rounded, exact = (Model.load(folder, dtype="bfloat16", device="cpu", head_dtype=d) for d in (None, "float32"))
+    tokens = prompt(12)
+    got = [Bench(model).run({0: tokens})[0] for model in (rounded, exact)]
+    assert [logits.dtype for logits in got] == [torch.bfloat16, torch.float32]
+    assert not torch.equal(got[0].float(), got[1])
+    assert (got[0].float() - got[1]).abs().max() < 0.25
+    tied = Model.load(saved("gemma4_moe")[1], dtype="bfloat16", device="cpu", head_dtype="float32")
+    assert tied.weights.embed_tokens.dtype == torch.bfloat16

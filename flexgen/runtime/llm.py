@@ -58,6 +58,7 @@ class LLM:
         spec: str | os.PathLike[str] | None = None,
         generated: str | os.PathLike[str] | None = None,
         ignore_config: Sequence[str] = (),
+        head_dtype: str | torch.dtype | None = None,
         max_model_len: int | None = None,
         enable_sleep_mode: bool = False,
         **options: Any,
@@ -66,7 +67,7 @@ class LLM:
         if enable_sleep_mode:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
-                   "generated": generated, "ignore_config": tuple(ignore_config) or None}  # fmt: skip
+                   "generated": generated, "head_dtype": head_dtype, "ignore_config": tuple(ignore_config) or None}  # fmt: skip
         self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
         self._directory = self.model.directory
         source = None if skip_tokenizer_init else tokenizer or self._directory
@@ -125,7 +126,8 @@ class LLM:
             "tools": None if tools is None else list(tools),
         }
         prompts = [
-            {"prompt_token_ids": self.llm_engine.tokens.chat(conversation, **template)} for conversation in conversations
+            {"prompt_token_ids": self.llm_engine.tokens.chat(conversation, **template)}
+            for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout)
 

@@ -27,7 +27,9 @@ class Model:
     mixers    per layer, the entries that keep state; `state` says what each keeps
     """
 
-    def __init__(self, package: Package, dims: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, package: Package, dims: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.package = package
         self.dims = dims
         self.config = config
@@ -36,6 +38,7 @@ class Model:
         self.directory: Path | None = None
         self.report: LoadReport | None = None
         self.weight_version = 0
+        self.head_dtype: torch.dtype | None = None
         self.state: dict[str, State] = package.walker.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
         self._check_state()
@@ -57,8 +60,11 @@ class Model:
         generated: str | Path | None = None,
         load_format: str = "auto",
         ignore_config: Sequence[str] = (),
+        head_dtype: str | torch.dtype | None = None,
     ) -> Model:
         """Load a Hugging Face directory. `load_format="dummy"` needs config.json alone and draws random weights.
+
+        `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
 
         Raises ConfigError, CheckpointError or PackageError for what does not fit.
         """
@@ -69,13 +75,17 @@ class Model:
         package = load_package(choose(raw, spec, generated))
         config = normalise(raw, package.manifest["text_config"])
         dims = package.walker.Dims.from_config(config, tuple(ignore_config))
-        where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        where = (
+            torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
         model = cls(package, dims, config, _dtype(dtype, config, raw), where)
         model.directory = directory
         if load_format == "dummy":
             model._fill_random()
         else:
             model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP))
+        if head_dtype is not None:
+            model.set_head_dtype(_dtype(head_dtype, config, raw))
         return model
 
     def _table(self, kind: str) -> list[Weight]:
@@ -157,8 +167,17 @@ class Model:
 
     @torch.no_grad()
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Hidden states (R, D) -> logits (R, V) in the model's dtype."""
-        return self.walker.logits(hidden_RD)
+        """Hidden states (R, D) -> logits (R, V) in the head's dtype, which is the model's unless `head_dtype` says else."""
+        return self.walker.logits(hidden_RD if self.head_dtype is None else hidden_RD.to(self.head_dtype))
+
+    @torch.no_grad()
+    def set_head_dtype(self, dtype: torch.dtype) -> None:
+        """Derive a head of another dtype from the stored one; a tied embedding keeps its own."""
+        if dtype == self.dtype:
+            return
+        head = self.package.walker.HEAD
+        setattr(self.weights, head, getattr(self.weights, head).to(dtype))
+        self.head_dtype = dtype
 
 
 def _dtype(wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any]) -> torch.dtype:

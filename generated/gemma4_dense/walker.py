@@ -235,6 +235,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "sliding": (block_weights, sliding_weights, mlp_weights),
     "full": (block_weights, full_weights, mlp_weights),
 }
+HEAD = "lm_head"
 
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:

@@ -296,6 +296,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "sliding_shared": (block_weights, sliding_shared_weights, wide_weights),
     "full_shared": (block_weights, full_shared_weights, wide_weights),
 }
+HEAD = "lm_head"
 
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:

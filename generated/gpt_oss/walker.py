@@ -209,6 +209,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "sliding": (block_weights, full_weights, moe_weights),
     "full": (block_weights, full_weights, moe_weights),
 }
+HEAD = "lm_head"
 
 
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:

@@ -190,6 +190,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "full": (block_weights, full_weights, mlp_weights),
     "sliding": (block_weights, full_weights, mlp_weights),
 }
+HEAD = "lm_head"
 
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:

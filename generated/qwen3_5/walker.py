@@ -229,6 +229,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "linear": (block_weights, gdn_weights, mlp_weights),
     "full": (block_weights, full_weights, mlp_weights),
 }
+HEAD = "lm_head"
 
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:

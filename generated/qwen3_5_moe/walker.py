@@ -263,6 +263,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "linear": (block_weights, gdn_weights, moe_weights, shared_weights),
     "full": (block_weights, full_weights, moe_weights, shared_weights),
 }
+HEAD = "lm_head"
 
 
 def shared(w: Layer, x_TD: Tensor) -> Tensor:

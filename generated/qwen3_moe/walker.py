@@ -232,6 +232,7 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "sparse_sliding": (block_weights, full_weights, moe_weights),
     "dense_sliding": (block_weights, full_weights, mlp_weights),
 }
+HEAD = "lm_head"
 
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
