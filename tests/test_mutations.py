@@ -1,0 +1,120 @@
+"""Leave one term out of a Gemma 4 spec, and parity with transformers must break: nothing in it is decoration."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Bench, expected, prompt, reference, tiny_config
+
+from flexgen.assets import root
+from flexgen.ir.resolve import resolve
+from flexgen.render.build import write
+from flexgen.render.render import render
+from flexgen.runtime.checkpoint import CheckpointError
+from flexgen.runtime.model import Model
+from flexgen.spec.load import parse_spec
+
+ATTENTION_NORM = ", {norm: rms, weight: post_attention_layernorm}]"
+ONE_NORM = "[{norm: rms, weight: pre_feedforward_layernorm}, mlp, {norm: rms, weight: post_feedforward_layernorm}]"
+MUTATIONS = {
+    "input norm": ("gemma4_dense", "add: [{norm: rms, weight: input_layernorm}, ", "add: ["),
+    "post-attention norm": ("gemma4_dense", ATTENTION_NORM, "]"),
+    "pre-feedforward norm": ("gemma4_dense", ONE_NORM, "[mlp, {norm: rms, weight: post_feedforward_layernorm}]"),
+    "post-feedforward norm": ("gemma4_dense", ONE_NORM, "[{norm: rms, weight: pre_feedforward_layernorm}, mlp]"),
+    "q norm": ("gemma4_dense", "q_norm: rms, ", ""),
+    "k norm": ("gemma4_dense", "k_norm: rms, ", ""),
+    "v norm": ("gemma4_dense", "v_norm: bare}", "v_norm: none}"),
+    "layer scalar": ("gemma4_dense", "  - {gain: layer_scalar, size: 1", "  - {scale: 1.0"),
+    "softcap": ("gemma4_dense", "tied: tied, softcap: softcap}", "tied: tied}"),
+    "embedding scale": ("gemma4_dense", "scale: sqrt(hidden), scale_dtype: model}", "scale: 1.5}"),
+    "softmax scale": ("gemma4_dense", "scale: 1.0,", "scale: 0.9,"),
+    "value from key": ("gemma4_dense", "value: from_key,", "value: projected,"),
+    "window": ("gemma4_dense", "window: window, scale", "window: window + 1, scale"),
+    "rope of full layers": ("gemma4_dense", "rope: full, window", "rope: none, window"),
+    "rope of sliding layers": ("gemma4_dense", "head_dim: head_dim, rope: sliding", "head_dim: head_dim, rope: none"),
+    "norm after the MLP": ("gemma4_moe", "mlp, {norm: rms, weight: post_feedforward_layernorm_1}]", "mlp]"),
+    "norm before the experts": ("gemma4_moe", "[{norm: rms, weight: pre_feedforward_layernorm_2}, moe", "[moe"),
+    "norm after the experts": ("gemma4_moe", "moe, {norm: rms, weight: post_feedforward_layernorm_2}]", "moe]"),
+    "norm of the sum": ("gemma4_moe", "      - {norm: rms, weight: post_feedforward_layernorm}\n", ""),
+    "router norm": ("gemma4_moe", "{norm: bare}, {gain: router.scale}", "{gain: router.scale}"),
+    "router scale": ("gemma4_moe", "{gain: router.scale}, ", ""),
+    "router factor": ("gemma4_moe", ", {scale: 1 / sqrt(hidden)}", ""),
+    "router reads stream": ("gemma4_moe", "      reads: stream\n", ""),
+    "per-expert scale": ("gemma4_moe", "      gain: router.per_expert_scale\n", ""),
+    "renormalise": ("gemma4_moe", "      normalise: true\n", ""),
+    "per-layer scale": ("gemma4_e", ", scale: sqrt(input_size), scale_dtype: model}", "}"),
+    "context scale": ("gemma4_e", " {scale: 1 / sqrt(hidden)},", ""),
+    "context norm": ("gemma4_e", ", {norm: rms, weight: per_layer_projection_norm}]", "]"),
+    "sum scale": ("gemma4_e", "      - {scale: 1 / sqrt(2)}\n", ""),
+    "input gate's act": ("gemma4_e", "      - {act: gelu_tanh}\n", ""),
+    "input product": ("gemma4_e", "      - {times: per_layer}\n", "      - {times: per_layer}\n      - {times: per_layer}\n"),
+    "input norm of the branch": ("gemma4_e", "      - {norm: rms, weight: post_per_layer_input_norm}\n", ""),
+}
+
+
+EPS = 0.1
+"""Large, so that a factor before a norm shows too: with a tiny epsilon the norm would take it out again."""
+
+
+@cache
+def saved(spec: str) -> tuple[Any, Path]:
+    oracle = reference(tiny_config(spec, rms_norm_eps=EPS))
+    folder = Path(tempfile.mkdtemp(prefix=f"flexgen-mutation-{spec}-"))
+    oracle.save_pretrained(folder)
+    return oracle, folder
+
+
+def load(folder: Path, package: Path) -> Model:
+    unread = ["final_logit_softcapping", "rope_parameters", "sliding_window", "max_position_embeddings"]
+    return Model.load(folder, dtype="float32", device="cpu", generated=package, ignore_config=unread)
+
+
+@pytest.mark.parametrize("spec", ["gemma4_dense", "gemma4_e", "gemma4_moe"])
+def test_the_whole_spec_has_parity(spec):
+    oracle, folder = saved(spec)
+    got = Bench(load(folder, root("generated") / spec)).run({0: prompt(40)})[0]
+    assert (got - expected(oracle, prompt(40))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_leaving_a_term_out_breaks_parity(name, tmp_path):
+    torch.set_num_threads(1)
+    spec, good, bad = MUTATIONS[name]
+    text = (root("specs") / f"{spec}.yaml").read_text()
+    assert good in text
+    architecture = resolve(parse_spec(_without_unused_dims(text.replace(good, bad, 1)), "mutated.yaml"))
+    write(tmp_path / spec, render(architecture))
+    oracle, folder = saved(spec)
+    tokens = prompt(40)
+    try:
+        model = load(folder, tmp_path / spec)
+    except CheckpointError:
+        # the term's weight is in the file and nothing reads it; let the file skip it, and compare the numbers
+        relaxed = tmp_path / spec / "walker.py"
+        relaxed.write_text(relaxed.read_text().replace("SKIP = (", 'SKIP = ("layers.*", "per_layer_*", '))
+        with pytest.warns(UserWarning, match="edited by hand"):
+            try:
+                model = load(folder, tmp_path / spec)
+            except CheckpointError as error:
+                assert "lacks" in str(error)  # the mutated spec needs a tensor that no such checkpoint has
+                return
+    got = Bench(model).run({0: tokens})[0]
+    assert not (got - expected(oracle, tokens)).abs().max() < 1e-3
+
+
+def _without_unused_dims(text: str) -> str:
+    """Drop the dims and norms that only the removed term used."""
+    from flexgen.spec.diagnostics import SpecError
+
+    try:
+        resolve(parse_spec(text, "mutated.yaml"))
+    except SpecError as error:
+        unused = {item.span.line - 1 for item in error.diagnostics if item.code == "SPEC010"}
+        assert len(unused) == len(error.diagnostics), str(error)
+        return _without_unused_dims("\n".join(l for i, l in enumerate(text.split("\n")) if i not in unused))
+    return text
