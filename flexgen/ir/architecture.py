@@ -266,7 +266,6 @@ class MergeRole:
     parts: tuple[tuple[str, str], ...] = ()
     module: str | None = None
     transpose: bool = False
-    interleaved: bool = False
     path: str = ""
 
 

@@ -210,7 +210,6 @@ def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tupl
                     row.role,
                     module=module,
                     transpose=layout.axes[1:] == ["in", "out"],
-                    interleaved=layout.order == "interleaved",
                     path=table.path,
                 )
             elif len(row.shape) == 2 and not row.role.endswith("_router"):

@@ -75,16 +75,12 @@ def merge_rows(out: Tensor, base: Tensor, rows: Mapping[str, int], deltas: Delta
 
 
 @torch.no_grad()
-def merge_experts(
-    out: Tensor, base: Tensor, updates: Sequence[LowRank | ExpertLowRank], *, transposed: bool, interleaved: bool
-) -> int:
+def merge_experts(out: Tensor, base: Tensor, updates: Sequence[LowRank | ExpertLowRank], *, transposed: bool) -> int:
     """Write base + the sum of expert updates to `out`, (E, O, I), or (E, I, O) where `transposed`. -> 1 if changed.
 
-    An update made on the stored parameter has the parameter's own last two dims, swapped where it is transposed, and
-    already follows its interleaving; one made as [gate; up] halves must be interleaved by whoever reads the adapter.
+    Updates are those of the stored parameter, as PEFT trains it: an interleaved parameter has interleaved updates.
     Raises AdapterError where an update's shape is not the tensor's.
     """
-    del interleaved
     out.copy_(base)
     if not updates:
         return 0

@@ -96,12 +96,12 @@ def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("experts.gate_up_proj", ()), transposed=False, interleaved=False)
+    return merge_experts(out, base, deltas.get("experts.gate_up_proj", ()), transposed=False)
 
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("experts.down_proj", ()), transposed=False, interleaved=False)
+    return merge_experts(out, base, deltas.get("experts.down_proj", ()), transposed=False)
 
 
 MERGES = {

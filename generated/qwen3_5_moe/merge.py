@@ -118,12 +118,12 @@ def merge_shared_out_gate(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) ->
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.gate_up_proj", ()), transposed=False, interleaved=False)
+    return merge_experts(out, base, deltas.get("mlp.experts.gate_up_proj", ()), transposed=False)
 
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.down_proj", ()), transposed=False, interleaved=False)
+    return merge_experts(out, base, deltas.get("mlp.experts.down_proj", ()), transposed=False)
 
 
 MERGES = {
