@@ -30,7 +30,7 @@ class Format(StrEnum):
 def main() -> None:
     """Run a command; turn every error into one message and an exit code."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False) or 0)  # typer hands back the code of its own Exit
     except SystemExit:
         raise
     except (typer.Abort, KeyboardInterrupt):

@@ -6,7 +6,7 @@ locals in `Dims.from_config`. `path` is the spec path that a node comes from, as
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -250,15 +250,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class LoraTarget:
-    """A module that adapters may change: the weight it lies in and where."""
-
-    module: str
-    role: str
-    part: int
-
-
-@dataclass(frozen=True)
 class MergeRole:
     """One function of merge.py: a fused dense weight (`parts`) or a stacked expert tensor."""
 
@@ -285,9 +276,6 @@ class Architecture:
     kinds: tuple[Kind, ...]
     schedule: tuple[ScheduleRule, ...]
     embedding: Statement
-    embedding_scale: str | None
-    embedding_scale_rounded: bool
     head: Head
     tables: tuple[WeightTable, ...]
     merges: tuple[MergeRole, ...]
-    tiny: dict = field(default_factory=dict)

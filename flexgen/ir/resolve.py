@@ -57,12 +57,9 @@ class _Resolver:
             kinds=kinds,
             schedule=rules,
             embedding=embedding,
-            embedding_scale=None if model.embedding.scale == "1" else embedding.value,
-            embedding_scale_rounded=model.embedding.scale_dtype == "model",
             head=head,
             tables=tables,
             merges=_merges(tables, self.model),
-            tiny=model.tiny,
         )
 
     # ------------------------------------------------------------ ends of the model
