@@ -137,6 +137,7 @@ class Moe:
     name: str
     route: str
     experts: str
+    routed: str
     top_k: str
     router_input: tuple[Statement, ...]
     router: str
@@ -202,6 +203,7 @@ class Kind:
     function: str
     parts: tuple[Part, ...]
     mixers: tuple[str, ...]
+    routes: tuple[tuple[str, str], ...]
     tables: tuple[str, ...]
     inputs: tuple[str, ...]
     path: str

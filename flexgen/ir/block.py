@@ -38,13 +38,14 @@ class Block:
         self._slots: dict[str, str] = {}
         self._tables: list[str] = []
         self._mixers: list[str] = []
+        self._routes: list[tuple[str, str]] = []
         self._inputs: list[str] = []
         self._seen_slots: set[str] = set()
 
     def layer(self, name: str) -> ir.Kind:
         """One layer kind: its parts in order, the tables of its weights and the entries that keep state."""
         self._slots = self.model.kinds[name]
-        self._tables, self._mixers, self._inputs = [], [], []
+        self._tables, self._mixers, self._routes, self._inputs = [], [], [], []
         parts = []
         for index, part in enumerate(self.model.block):
             path: SpecPath = ("block", index)
@@ -60,6 +61,7 @@ class Block:
             f"{name}_layer",
             tuple(parts),
             tuple(self._mixers),
+            tuple(self._routes),
             tuple(self._tables),
             tuple(self._inputs),
             f"kinds.{name}",
@@ -282,6 +284,7 @@ class Block:
         return out, [call]
 
     def _experts(self, moe: ir.Moe, path: SpecPath, value: Value, out: Value, base: str) -> list[ir.Statement]:
+        self._routes.append((moe.routed, moe.top_k))
         reads = STREAM if moe.reads_stream else value.name
         routes = "routes" if base in ("h", moe.name) else f"{base}_routes"
         comment = moe.router_why or ("reads the stream, not the normed input" if moe.reads_stream else None)

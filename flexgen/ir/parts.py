@@ -279,6 +279,7 @@ class Parts:
             name=name,
             route=f"{name}_route",
             experts=f"{name}_experts",
+            routed=f"{name}_routed",
             top_k=self.scope.code(entry.top_k, (*at, "top_k")),
             router_input=statements,
             router=f"w.{name}_router",

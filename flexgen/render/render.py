@@ -6,18 +6,19 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateSyntaxError
 
 from flexgen.assets import root
 from flexgen.errors import FlexError
 from flexgen.ir.architecture import Architecture
 from flexgen.render.lint import lint
 
-ABI = 1
+ABI = 2
 """The ABI that the templates target; `flexgen.runtime.abi.ABI` must equal it (tested)."""
 
 FILES = ("attention.py", "merge.py", "walker.py")
@@ -27,14 +28,21 @@ class RenderError(FlexError):
     """A template that cannot be rendered, or rendered something wrong: our bug or a broken template, never the spec's."""
 
 
-def render(architecture: Architecture, templates: Path | None = None) -> dict[str, str]:
-    """All files of the package by name, manifest included. Raises RenderError naming template, line and spec."""
-    folder = templates or root("templates")
-    files = {}
-    for name in FILES:
-        files[name] = _render_file(architecture, name, folder)
+def render(architecture: Architecture, templates: Path | Mapping[str, str] | None = None) -> dict[str, str]:
+    """All files of the package by name, manifest included. `templates` is a folder, or texts by name.
+
+    Raises RenderError naming template, line and spec.
+    """
+    sources = templates if isinstance(templates, Mapping) else read_templates(templates or root("templates"))
+    environment = _environment(tuple(sorted(sources.items())))
+    files = {name: _render_file(architecture, name, environment) for name in FILES}
     files["manifest.json"] = manifest(architecture, files)
     return files
+
+
+def read_templates(folder: Path) -> dict[str, str]:
+    """The templates below a folder: their texts by name, as in `partials/step.j2`."""
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in sorted(folder.rglob("*.j2"))}
 
 
 def manifest(architecture: Architecture, files: dict[str, str]) -> str:
@@ -54,8 +62,7 @@ def manifest(architecture: Architecture, files: dict[str, str]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-def _render_file(architecture: Architecture, name: str, folder: Path) -> str:
-    environment = _environment(folder)
+def _render_file(architecture: Architecture, name: str, environment: Environment) -> str:
     mixers = [part.function for part in (*architecture.attentions, *architecture.gdns)]
     body = ""
 
@@ -77,10 +84,11 @@ def _render_file(architecture: Architecture, name: str, folder: Path) -> str:
         body = "\n".join(line for line in first.split("\n") if not line.startswith(("from ", "import ")))
         text = template.render(context)
     except TemplateSyntaxError as error:
-        raise RenderError(f"{error.name}:{error.lineno}: {error.message} (rendering {architecture.source})") from None
-    except TemplateError as error:
-        line = _template_line(error, folder)
-        raise RenderError(f"{line}: {error.message} (rendering {architecture.source})") from None
+        where = f"templates/{error.name}:{error.lineno}"
+        raise RenderError(f"{where}: {error.message} (rendering {architecture.source})") from None
+    except Exception as error:  # a template can go wrong in any way that an expression can
+        message = f"{_template_line(error)}: {error or type(error).__name__} (rendering {architecture.source})"
+        raise RenderError(message) from None
     text = _tidy(text)
     problems = lint(text)
     if problems:
@@ -88,14 +96,14 @@ def _render_file(architecture: Architecture, name: str, folder: Path) -> str:
     return text
 
 
-def _template_line(error: BaseException, folder: Path) -> str:
+def _template_line(error: BaseException) -> str:
     """The innermost template line of a rendering error."""
     found = "templates"
     trace = error.__traceback__
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
-        if filename.startswith(str(folder)):
-            found = f"templates/{Path(filename).relative_to(folder)}:{trace.tb_lineno}"
+        if filename.startswith("templates/"):
+            found = f"{filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
 
@@ -109,9 +117,12 @@ def _tidy(text: str) -> str:
 # ---------------------------------------------------------------- filters
 
 
-def _environment(folder: Path) -> Environment:
+@lru_cache(maxsize=4)
+def _environment(sources: tuple[tuple[str, str], ...]) -> Environment:
+    """Keyed by the templates' texts, so that one which changed is never taken for what it was."""
+    texts = dict(sources)
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FunctionLoader(lambda name: (texts[name], f"templates/{name}", None) if name in texts else None),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

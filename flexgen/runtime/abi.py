@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ABI = 1
+ABI = 2
 """Raised by every change that makes older generated packages wrong; the loader refuses any other number."""
 
 PAD_PAGE = 0
@@ -115,6 +115,7 @@ class Layer:
     k_pages, v_pages  (P, S, K, H)       the pool of the layer's page group; page 0 is the pad page
     rope_cos, rope_sin (positions, rotated / 2) in the model's dtype, shared by all layers with that rope
     any name of `Slots.tensors`  (slots, ...)   slot 0 is the pad slot
+    any name of the package's `routes`  (T, K) int16, where routers leave each token's experts; None: nobody asks
     Plain attributes on purpose: compiled code guards on their shapes and is shared by all layers of a kind.
     """
 

@@ -70,9 +70,19 @@ class Cache:
     """The pools and state tensors of one engine, bound to the model's layers.
 
     tensors are allocated once and stay where they are for the engine's life.
+    routed (routers, tokens, K) int16 takes the experts of the first tokens of each step, for `routed_tokens` of them; -1
+    where a router chooses fewer than K. None where `routed_tokens` is 0.
     """
 
-    def __init__(self, model: Any, groups: Sequence[PageGroup], pages: Sequence[int], block_size: int, slots: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        groups: Sequence[PageGroup],
+        pages: Sequence[int],
+        block_size: int,
+        slots: int,
+        routed_tokens: int = 0,
+    ) -> None:
         self.groups, self.pages, self.block_size, self.slots = list(groups), list(pages), block_size, slots
         self.dtype, self.device = model.dtype, model.device
         self.states: list[Tensor] = []
@@ -81,6 +91,7 @@ class Cache:
                 self._bind_pages(model, group, count)
             self._bind_shared(model)
             self._bind_slots(model)
+            self._bind_routed(model, routed_tokens)
 
     def _bind_pages(self, model: Any, group: PageGroup, pages: int) -> None:
         shape = (pages + 1, self.block_size, group.geometry.kv_heads, group.geometry.head_dim)
@@ -108,6 +119,15 @@ class Cache:
                     setattr(layer, tensor, state)
                     self.states.append(state)
 
+    def _bind_routed(self, model: Any, tokens: int) -> None:
+        routers = [(layer, name, k) for layer, names in zip(model.layers, model.routed) for name, k in names.items()]
+        self.routed = None
+        if tokens:
+            shape = (len(routers), -(-tokens // 8) * 8, max(k for _, _, k in routers))  # rows of whole 16 bytes
+            self.routed = torch.full(shape, -1, dtype=torch.int16, device=self.device)
+        for index, (layer, name, k) in enumerate(routers):
+            setattr(layer, name, None if self.routed is None else self.routed[index, :, :k])
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of recurrent state that one slot takes over all layers."""
@@ -119,7 +139,8 @@ class Cache:
         paged = sum(
             (pages + 1) * group.page_bytes(self.block_size, self.dtype) for group, pages in zip(self.groups, self.pages)
         )
-        return paged + self.slot_bytes * (self.slots + 1)
+        routed = 0 if self.routed is None else self.routed.nbytes
+        return paged + self.slot_bytes * (self.slots + 1) + routed
 
     def clear_state(self, slots: Tensor) -> None:
         """Zero the recurrent state of `slots` (int64)."""

@@ -25,6 +25,7 @@ class Model:
 
     layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
     mixers    per layer, the entries that keep state; `state` says what each keeps
+    routed    per layer, where its routers leave a token's experts on request, and how many they choose
     """
 
     def __init__(
@@ -44,6 +45,10 @@ class Model:
         self._check_state()
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
+        routes = package.walker.routes(dims)
+        self.routed: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
+        for layer, names in zip(self.layers, self.routed, strict=True):
+            layer.__dict__.update(dict.fromkeys(names))
         run = [package.walker.LAYERS[kind] for kind in dims.kinds]
         self.walker = package.walker.Walker(dims, self.weights, self.layers, run)
 

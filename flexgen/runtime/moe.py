@@ -21,9 +21,15 @@ from flexgen.runtime.ops import ACTIVATIONS
 Layout = Literal["out_in", "in_out"]
 
 
-def top_k(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best experts of each token, best first: (values_TK, experts_TK int64); ties as torch.topk breaks them."""
-    return torch.topk(scores_TE, k, dim=-1)
+def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k best experts of each token, best first: (values_TK, experts_TK int64); ties as torch.topk breaks them.
+
+    record: (at least T, K) int16, takes the experts in its first T rows; None where nobody asks for them.
+    """
+    weights_TK, experts_TK = torch.topk(scores_TE, k, dim=-1)
+    if record is not None:
+        record[: experts_TK.shape[0]] = experts_TK
+    return weights_TK, experts_TK
 
 
 def renormalise(weights_TK: Tensor, on: bool) -> Tensor:

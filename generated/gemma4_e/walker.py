@@ -24,7 +24,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, full_shared_attention, sliding_attention, sliding_shared_attention
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("gemma4_text", "gemma4")
@@ -143,6 +143,11 @@ def state(d: Dims) -> dict[str, State]:
         "sliding_shared": SharedPages("sliding"),
         "full_shared": SharedPages("full"),
     }
+
+
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {}
 
 
 # weights: role, shape, and the tensors of the checkpoint that fill it

@@ -26,7 +26,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("gemma4_text", "gemma4")
@@ -139,6 +139,14 @@ def state(d: Dims) -> dict[str, State]:
     return {
         "sliding": Pages(d.kv_heads, d.head_dim, window=d.window),
         "full": Pages(d.full_kv_heads, d.full_head_dim),
+    }
+
+
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {
+        "sliding": {"moe_routed": d.top_k},
+        "full": {"moe_routed": d.top_k},
     }
 
 
@@ -288,7 +296,7 @@ def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     h_TD = h_TD * (1 / math.sqrt(dims.hidden))
     scores_TE = F.linear(h_TD, w.moe_router)
     scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
-    weights_TK, experts_TK = top_k(scores_TE, dims.top_k)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = renormalise(weights_TK, True)
     weights_TK = weights_TK * w.moe_expert_gain[experts_TK]
     return weights_TK.float(), experts_TK

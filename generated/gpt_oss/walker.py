@@ -24,7 +24,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("gpt_oss",)
@@ -126,6 +126,14 @@ def state(d: Dims) -> dict[str, State]:
     }
 
 
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {
+        "sliding": {"moe_routed": d.top_k},
+        "full": {"moe_routed": d.top_k},
+    }
+
+
 # weights: role, shape, and the tensors of the checkpoint that fill it
 def model_weights(d: Dims) -> list[Weight]:
     # spec: embedding, head
@@ -215,7 +223,7 @@ HEAD = "lm_head"
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
     scores_TE = F.linear(x_TD, w.moe_router, w.moe_router_bias)
-    weights_TK, experts_TK = top_k(scores_TE, dims.top_k)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = torch.softmax(weights_TK, dim=-1)  # softmax over the chosen experts only
     return weights_TK.to(x_TD.dtype), experts_TK
 

@@ -22,7 +22,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("qwen3",)
@@ -114,6 +114,11 @@ def state(d: Dims) -> dict[str, State]:
         "full": Pages(d.kv_heads, d.head_dim),
         "sliding": Pages(d.kv_heads, d.head_dim, window=d.window),
     }
+
+
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {}
 
 
 # weights: role, shape, and the tensors of the checkpoint that fill it

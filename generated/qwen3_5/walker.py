@@ -23,7 +23,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, gdn_mixer
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
@@ -132,6 +132,11 @@ def state(d: Dims) -> dict[str, State]:
             }
         ),
     }
+
+
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {}
 
 
 # weights: role, shape, and the tensors of the checkpoint that fill it

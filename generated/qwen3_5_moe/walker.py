@@ -24,7 +24,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, gdn_mixer
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
@@ -141,6 +141,14 @@ def state(d: Dims) -> dict[str, State]:
                 "gdn_state": ((d.value_heads, d.key_dim, d.value_dim), torch.float32),
             }
         ),
+    }
+
+
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {
+        "linear": {"moe_routed": d.top_k},
+        "full": {"moe_routed": d.top_k},
     }
 
 
@@ -277,7 +285,7 @@ def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
     scores_TE = F.linear(x_TD, w.moe_router)
     scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
-    weights_TK, experts_TK = top_k(scores_TE, dims.top_k)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = renormalise(weights_TK, True)
     return weights_TK.to(x_TD.dtype), experts_TK
 

@@ -24,7 +24,7 @@ from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
 
-ABI = 1
+ABI = 2
 
 # checkpoint
 MODEL_TYPES = ("qwen3_moe",)
@@ -130,6 +130,14 @@ def state(d: Dims) -> dict[str, State]:
     return {
         "full": Pages(d.kv_heads, d.head_dim),
         "sliding": Pages(d.kv_heads, d.head_dim, window=d.window),
+    }
+
+
+def routes(d: Dims) -> dict[str, dict[str, int]]:
+    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
+    return {
+        "sparse": {"moe_routed": d.top_k},
+        "sparse_sliding": {"moe_routed": d.top_k},
     }
 
 
@@ -245,7 +253,7 @@ def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
     scores_TE = F.linear(x_TD, w.moe_router)
     scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
-    weights_TK, experts_TK = top_k(scores_TE, dims.top_k)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = renormalise(weights_TK, dims.renormalise)
     return weights_TK.to(x_TD.dtype), experts_TK
 
