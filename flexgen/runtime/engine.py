@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from flexgen.runtime.cache import Cache, has_recurrent_state, page_groups
 from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.metrics import Metrics
@@ -18,7 +20,7 @@ from flexgen.runtime.pages import PageTables
 from flexgen.runtime.params import SamplingParams
 from flexgen.runtime.requests import Request, RequestGroup
 from flexgen.runtime.rules import HostRules, bad_word_ids
-from flexgen.runtime.runner import InFlight, PromptScores, Runner
+from flexgen.runtime.runner import InFlight, PromptScores, Routes, Runner
 from flexgen.runtime.scheduler import Row, Scheduler, StepPlan
 from flexgen.runtime.stops import Detokenizer, StopRules
 from flexgen.runtime.structured import GrammarCompiler
@@ -41,7 +43,10 @@ class Engine:
             log.info("prefix caching is off: this model has recurrent state, which is not kept at block ends")
         groups = page_groups(model.mixers, model.state)
         pages = size_pools(model, groups, options)
-        self.cache = Cache(model, groups, pages, options.block_size, options.max_num_seqs)
+        routed_tokens = options.max_num_batched_tokens if options.enable_return_routed_experts else 0
+        if routed_tokens and not any(model.routed):
+            raise ValueError("enable_return_routed_experts=True, and this model has no routed experts; leave it out")
+        self.cache = Cache(model, groups, pages, options.block_size, options.max_num_seqs, routed_tokens)
         windows = [group.geometry.window for group in groups]
         self.tables = PageTables(pages, windows, options.block_size, self.prefix_caching)
         self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics)
@@ -77,6 +82,9 @@ class Engine:
         requests = [self._request(ids, params, base + child, limit, deadline) for child in range(params.n)]
         group = RequestGroup(request_id, prompt, ids, params, requests)
         for request in requests:
+            if self._returns_routes(params):
+                routers, _, k = self.cache.routed.shape
+                request.routes = np.empty((request.most_tokens - 1, routers, k), dtype=np.int16)
             self._groups[request] = group
             self.scheduler.add(request)
         return group
@@ -145,10 +153,19 @@ class Engine:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab:
                 raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary of {vocab}")
+        if params.return_routed_experts and self.cache.routed is None:
+            known = "give LLM(enable_return_routed_experts=True), which has every step record them"
+            raise ValueError(
+                f"return_routed_experts=True: {known if any(self.model.routed) else 'this model has no routed experts'}"
+            )
         if params.stop_strings:
             self.tokens.require("stop")
         if params.bad_words:
             self.tokens.require("bad_words")
+
+    def _returns_routes(self, params: SamplingParams) -> bool:
+        asked = params.return_routed_experts
+        return self.options.enable_return_routed_experts if asked is None else asked
 
     def _check_fits(self, ids: list[int], params: SamplingParams) -> int:
         """The most tokens the request may generate; raises where no empty pool could hold it."""
@@ -251,6 +268,8 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
+        if flight.routes is not None:
+            self._take_routes(flight.routes)
         for scores in flight.scores:
             self._take_scores(scores)
         if flight.values is None:
@@ -307,6 +326,13 @@ class Engine:
         group = self._groups.pop(request)
         group.version += 1
         self.metrics.finished_requests += reason not in ("abort", "error")
+
+    def _take_routes(self, routes: Routes) -> None:
+        (values,) = routes.values.wait()
+        of_rows = values.split([row.count for row in routes.rows])
+        for row, experts in zip(routes.rows, of_rows):
+            if row.request.routes is not None:
+                row.request.take_routes(row.start, experts.numpy())
 
     def _take_scores(self, scores: PromptScores) -> None:
         request = scores.request

@@ -37,6 +37,7 @@ class EngineOptions:
     logprobs_mode: str = "processed_logprobs"
     seed: int = 0
     enforce_eager: bool = False
+    enable_return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("block_size", 1), ("max_num_batched_tokens", 1)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from flexgen.runtime.params import LoRARequest
 
 
@@ -26,6 +28,8 @@ class CompletionOutput:
 
     finish_reason  None while it grows, else "stop", "length" or "abort"
     stop_reason    the stop string or stop token id; "timeout" for a request that ran out of time; None for eos
+    routed_experts (tokens of prompt and answer - 1, routers, K) int16: the experts of each token that was computed, layer
+                   after layer, best first; only once finished, where asked for. A router that chooses fewer than K: -1
     """
 
     index: int
@@ -36,6 +40,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
+    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -99,6 +99,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     skip_reading_prefix_cache: bool | None = None
+    return_routed_experts: bool | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -141,6 +142,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _instance("output_kind", self.output_kind, RequestOutputKind)
+        if self.return_routed_experts not in (None, True, False):
+            raise ValueError(f"return_routed_experts must be True, False or None, got {self.return_routed_experts!r}")
         if self.structured_outputs is not None:
             _instance("structured_outputs", self.structured_outputs, StructuredOutputsParams)
 

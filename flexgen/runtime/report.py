@@ -23,6 +23,8 @@ def memory_report(engine: Engine) -> str:
             f"recurrent state: {len(cache.states)} tensors, {cache.slots} slots, {_size(cache.slot_bytes)} a slot, "
             f"{_size(cache.slot_bytes * slots)}"
         )
+    if cache.routed is not None:
+        lines.append(f"routed experts: {len(cache.routed)} routers, {_size(cache.routed.nbytes)}")
     caching = "on" if engine.prefix_caching else "off"
     if engine.options.enable_prefix_caching and not engine.prefix_caching:
         caching = "off: this model has recurrent state, which is not kept at block ends"

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flexgen.runtime.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from flexgen.runtime.params import RequestOutputKind, SamplingParams
 from flexgen.runtime.stops import Detokenizer, StopRules
@@ -25,6 +27,7 @@ class Request:
     computed    positions whose K/V (or state) is written by the steps launched so far
     pages       per page group, the page of each block; 0 where the block was freed behind a window
     trimmed     per page group, blocks before this index are freed
+    routes      the experts of each position, where asked for, and `routed`, of how many positions they are known
     hashes      chain hash of each full block of `tokens`, and `registered`, how many of them the prefix cache knows
     """
 
@@ -55,6 +58,8 @@ class Request:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float = 0.0
+    routes: np.ndarray | None = None
+    routed: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -86,8 +91,9 @@ class Request:
 
     @property
     def reads_no_cache(self) -> bool:
-        """Whether cached prefixes are of no use: prompt_logprobs need every position, or the caller said so."""
-        return self.params.prompt_logprobs is not None or bool(self.params.skip_reading_prefix_cache)
+        """Whether cached prefixes are of no use: every position must be computed here, or the caller said so."""
+        every = self.params.prompt_logprobs is not None or self.routes is not None
+        return every or bool(self.params.skip_reading_prefix_cache)
 
     @property
     def finished(self) -> bool:
@@ -101,6 +107,13 @@ class Request:
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
+    def take_routes(self, start: int, routes: np.ndarray) -> None:
+        """Keep the experts (tokens, routers, K) of positions from `start` on; what a preemption repeats is known."""
+        stop = start + len(routes)
+        if stop > self.routed:
+            self.routes[self.routed : stop] = routes[self.routed - start :]
+            self.routed = stop
+
     def catch_up_text(self) -> None:
         """Decode the tokens that `text` lacks; a finished answer holds back nothing."""
         if self.detokenizer is None:
@@ -112,6 +125,10 @@ class Request:
         self.text += self.detokenizer.push(ids)
         if self.finished:
             self.text += self.detokenizer.flush()
+
+    def known_routes(self) -> np.ndarray | None:
+        """A copy of `routes`, without positions after the last token but one: the last one is never computed."""
+        return None if self.routes is None else self.routes[: min(self.routed, len(self.tokens) - 1)].copy()
 
     def check_stop_strings(self) -> None:
         """Bring the text up to date and end where a stop string is complete; it decides over any other ending."""
@@ -171,6 +188,7 @@ class RequestGroup:
             logprobs=None if request.logprobs is None else request.logprobs[tokens_from:],
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            routed_experts=request.known_routes() if request.finished else None,
         )
 
     def _since(self, index: int, text: int, tokens: int) -> tuple[int, int]:

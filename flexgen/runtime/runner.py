@@ -39,11 +39,20 @@ class PromptScores:
 
 
 @dataclass
+class Routes:
+    """The experts (T, routers, K) of one step's tokens, and the row of the step behind each of its tokens in turn."""
+
+    rows: list[Row]
+    values: Download
+
+
+@dataclass
 class InFlight:
     """A launched step: the requests that drew a token, in row order, and their results on the way to the host."""
 
     requests: list[Request]
     values: Download | None = None
+    routes: Routes | None = None
     scores: list[PromptScores] = field(default_factory=list)
 
 
@@ -80,8 +89,10 @@ class Runner:
             spans = [(r, r + 1, row.start + 1) for r, row in enumerate(plan.rows)]
             spans += [(r, r + 1, 1) for r in range(len(spans), len(slots_R))]
             logits_RV = self.decode_logits(slots_R, spans)
+            flight.routes = self._routes(plan.rows)
         else:
             hidden_TD, last_T = self._forward_packed(plan.rows)
+            flight.routes = self._routes(plan.rows)
             flight.scores = self._score_prompts(plan.rows, hidden_TD)
             if not drawing:
                 return flight
@@ -157,6 +168,13 @@ class Runner:
             pages.update(dict.fromkeys(group.entries, page_step))
         state_R = slots_R if self._recurrent else None
         return Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query, spans)
+
+    def _routes(self, rows: Sequence[Row]) -> Routes | None:
+        """The experts that the step's tokens were sent to, if a request asked for its own."""
+        if all(row.request.routes is None for row in rows):
+            return None
+        tokens = sum(row.count for row in rows)
+        return Routes(list(rows), Download((self.cache.routed[:, :tokens].transpose(0, 1).contiguous(),)))
 
     def _score_prompts(self, rows: Sequence[Row], hidden_TD: Tensor) -> list[PromptScores]:
         """Logprobs of the prompt tokens that follow this step's positions, for requests that asked for them."""

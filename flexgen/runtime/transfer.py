@@ -33,6 +33,10 @@ class Download:
 
     def read(self) -> list[list | None]:
         """The values as nested lists, once they have arrived."""
+        return [None if copy is None else copy.tolist() for copy in self.wait()]
+
+    def wait(self) -> list[Tensor | None]:
+        """The host copies themselves, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return [None if copy is None else copy.tolist() for copy in self._copies]
+        return self._copies

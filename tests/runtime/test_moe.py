@@ -159,6 +159,17 @@ def test_grouped_products_equal_the_loop(oriented):
         torch.testing.assert_close(moe.grouped(x, *chosen, weights, gate), moe.loop(x, *chosen, weights, gate))
 
 
+def test_recording_traces_as_one_graph_and_leaves_other_rows():
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def choose(scores, record):
+        return top_k(scores, 2, record)
+
+    for tokens in (3, 7):
+        record = torch.full((8, 2), -1, dtype=torch.int16)
+        _, chosen = choose(torch.rand(tokens, 5), record)
+        assert torch.equal(record[:tokens].long(), chosen) and (record[tokens:] == -1).all()
+
+
 def test_grouped_products_trace_as_one_graph():
     torch.manual_seed(7)
     module = standard(4, 24, 16, torch.bfloat16)
