@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -70,6 +69,7 @@ class Cache:
     """The pools and state tensors of one engine, bound to the model's layers.
 
     tensors are allocated once and stay where they are for the engine's life.
+    states holds, by entry, the state tensors of each layer with it.
     routed (routers, tokens, K) int16 takes the experts of the first tokens of each step, for `routed_tokens` of them; -1
     where a router chooses fewer than K. None where `routed_tokens` is 0.
     """
@@ -85,7 +85,7 @@ class Cache:
     ) -> None:
         self.groups, self.pages, self.block_size, self.slots = list(groups), list(pages), block_size, slots
         self.dtype, self.device = model.dtype, model.device
-        self.states: list[Tensor] = []
+        self.states: dict[str, list[list[Tensor]]] = {}
         with torch.no_grad():
             for group, count in zip(self.groups, self.pages):
                 self._bind_pages(model, group, count)
@@ -114,10 +114,12 @@ class Cache:
             for name in names:
                 if not isinstance(model.state[name], Slots):
                     continue
-                for tensor, (shape, dtype) in model.state[name].tensors.items():
-                    state = torch.zeros((self.slots + 1, *shape), dtype=dtype or self.dtype, device=self.device)
-                    setattr(layer, tensor, state)
-                    self.states.append(state)
+                made = {
+                    tensor: torch.zeros((self.slots + 1, *shape), dtype=dtype or self.dtype, device=self.device)
+                    for tensor, (shape, dtype) in model.state[name].tensors.items()
+                }
+                layer.__dict__.update(made)
+                self.states.setdefault(name, []).append(list(made.values()))
 
     def _bind_routed(self, model: Any, tokens: int) -> None:
         routers = [(layer, name, k) for layer, names in zip(model.layers, model.routed) for name, k in names.items()]
@@ -128,10 +130,9 @@ class Cache:
         for index, (layer, name, k) in enumerate(routers):
             setattr(layer, name, None if self.routed is None else self.routed[index, :, :k])
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of recurrent state that one slot takes over all layers."""
-        return sum(prod(state.shape[1:]) * state.dtype.itemsize for state in self.states)
+    def slot_bytes(self, entry: str) -> int:
+        """Bytes of recurrent state that one slot takes over all layers with `entry`."""
+        return sum(state[0].nbytes for layer in self.states[entry] for state in layer)
 
     @property
     def total_bytes(self) -> int:
@@ -140,12 +141,13 @@ class Cache:
             (pages + 1) * group.page_bytes(self.block_size, self.dtype) for group, pages in zip(self.groups, self.pages)
         )
         routed = 0 if self.routed is None else self.routed.nbytes
-        return paged + self.slot_bytes * (self.slots + 1) + routed
+        return paged + sum(map(self.slot_bytes, self.states)) * (self.slots + 1) + routed
 
     def clear_state(self, slots: Tensor) -> None:
         """Zero the recurrent state of `slots` (int64)."""
-        for state in self.states:
-            state.index_fill_(0, slots, 0)
+        for layers in self.states.values():
+            for state in (state for layer in layers for state in layer):
+                state.index_fill_(0, slots, 0)
 
 
 def has_recurrent_state(state: Mapping[str, State]) -> bool:

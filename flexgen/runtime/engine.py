@@ -38,9 +38,11 @@ class Engine:
     def __init__(self, model: Any, tokens: Tokens, options: EngineOptions) -> None:
         self.model, self.tokens, self.options = model, tokens, options
         self.metrics = Metrics()
-        self.prefix_caching = options.enable_prefix_caching and not has_recurrent_state(model.state)
-        if options.enable_prefix_caching and not self.prefix_caching:
-            log.info("prefix caching is off: this model has recurrent state, which is not kept at block ends")
+        wanted = options.enable_prefix_caching is not False
+        self.prefix_caching = wanted and not has_recurrent_state(model.state)
+        if wanted and not self.prefix_caching:
+            level = logging.WARNING if options.enable_prefix_caching else logging.INFO
+            log.log(level, "prefix caching is off: this model has recurrent state, which is not kept at block ends")
         groups = page_groups(model.mixers, model.state)
         pages = size_pools(model, groups, options)
         routed_tokens = options.max_num_batched_tokens if options.enable_return_routed_experts else 0

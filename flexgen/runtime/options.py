@@ -25,7 +25,10 @@ LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Checked on construction: ValueError names field, value and range."""
+    """Checked on construction: ValueError names field, value and range.
+
+    enable_prefix_caching None: on, unless the model has recurrent state.
+    """
 
     max_model_len: int
     max_num_seqs: int = 256
@@ -33,7 +36,7 @@ class EngineOptions:
     num_gpu_blocks_override: int | None = None
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     logprobs_mode: str = "processed_logprobs"
     seed: int = 0
     enforce_eager: bool = False

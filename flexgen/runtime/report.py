@@ -6,27 +6,27 @@ from flexgen.runtime.engine import Engine
 
 
 def memory_report(engine: Engine) -> str:
-    """One line a page group, then recurrent state, sampling tables and the sum."""
+    """One line a page group and entry with recurrent state: bytes of K/V a token, of state a slot, and in all its layers."""
     cache, lines = engine.cache, []
     for group, pages, pool in zip(cache.groups, cache.pages, engine.tables.pools):
         page = group.page_bytes(cache.block_size, cache.dtype)
         window = group.geometry.window
         kept = "all tokens" if window is None else f"last {window} tokens"
         lines.append(
-            f"pages, {kept}: {len(group.layers)} layers of {group.geometry.kv_heads} x {group.geometry.head_dim}, "
-            f"{pages} pages of {cache.block_size} tokens ({pool.free} free), "
+            f"pages, {kept}, {' and '.join(group.entries)}: {len(group.layers)} layers of "
+            f"{group.geometry.kv_heads} x {group.geometry.head_dim}, {pages} pages of {cache.block_size} tokens ({pool.free} free), "
             f"{_size(page // cache.block_size)} a token, {_size((pages + 1) * page)}"
         )
-    if cache.states:
-        slots = cache.slots + 1
+    for entry, states in cache.states.items():
+        layers, slot = len(states), cache.slot_bytes(entry)
         lines.append(
-            f"recurrent state: {len(cache.states)} tensors, {cache.slots} slots, {_size(cache.slot_bytes)} a slot, "
-            f"{_size(cache.slot_bytes * slots)}"
+            f"recurrent state, {entry}: {layers} layers, {cache.slots} slots, {_size(slot)} a slot, "
+            f"{_size(slot * (cache.slots + 1))}"
         )
     if cache.routed is not None:
         lines.append(f"routed experts: {len(cache.routed)} routers, {_size(cache.routed.nbytes)}")
     caching = "on" if engine.prefix_caching else "off"
-    if engine.options.enable_prefix_caching and not engine.prefix_caching:
+    if engine.options.enable_prefix_caching is not False and not engine.prefix_caching:
         caching = "off: this model has recurrent state, which is not kept at block ends"
     lines += [f"prefix caching: {caching}", f"sum: {_size(cache.total_bytes)}"]
     return "\n".join(lines)
