@@ -27,6 +27,14 @@ class Format(StrEnum):
     json = "json"
 
 
+class DiffFormat(StrEnum):
+    """How a comparison prints."""
+
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+
+
 def main() -> None:
     """Run a command; turn every error into one message and an exit code."""
     try:
@@ -109,6 +117,30 @@ def build(
         print(f"EXTRA {path.parent}: no spec makes it; remove the folder")
     if check and differs:
         raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    against: Annotated[
+        str | None, typer.Argument(help="A directory, or a commit of this repository; none: the files in generated/.")
+    ] = None,
+    format: Annotated[DiffFormat, typer.Option(help="markdown is for a pull request.")] = DiffFormat.text,
+) -> None:
+    """Compare what specs and templates make with other generated code: each distinct change once, and why.
+
+    Exit codes: 0 no difference, 1 differences, 2 no such commit or directory, 3 a spec or template is wrong.
+    """
+    from flexgen.assets import root
+    from flexgen.diff import show
+    from flexgen.diff.report import compare
+    from flexgen.diff.sides import made, other
+
+    _refuse(_checked(None))
+    project = root("specs").parent
+    report = compare(other(project, against), made(project))
+    shown = {DiffFormat.text: show.text, DiffFormat.json: show.as_json, DiffFormat.markdown: show.markdown}
+    print(shown[format](report), end="")
+    raise typer.Exit(1 if report else 0)
 
 
 @app.command()
