@@ -71,7 +71,7 @@ class Cache:
     tensors are allocated once and stay where they are for the engine's life.
     states holds, by entry, the state tensors of each layer with it.
     routed (routers, tokens, K) int16 takes the experts of the first tokens of each step, for `routed_tokens` of them; -1
-    where a router chooses fewer than K. None where `routed_tokens` is 0.
+    where a router chooses fewer than K. None where `routed_tokens` is 0 or there are no routers.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Cache:
     def _bind_routed(self, model: Any, tokens: int) -> None:
         routers = [(layer, name, k) for layer, names in zip(model.layers, model.routed) for name, k in names.items()]
         self.routed = None
-        if tokens:
+        if tokens and routers:
             shape = (len(routers), -(-tokens // 8) * 8, max(k for _, _, k in routers))  # rows of whole 16 bytes
             self.routed = torch.full(shape, -1, dtype=torch.int16, device=self.device)
         for index, (layer, name, k) in enumerate(routers):

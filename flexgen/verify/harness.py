@@ -14,15 +14,15 @@ from flexgen.runtime.model import Model
 
 class Harness:
     """Requests of up to `length` tokens in `rows` rows. Row r's pages are fixed; pools start as NaN, which shows any
-    read of what was never written.
+    read of what was never written. The routers leave the experts of a step's first `routed_tokens` tokens.
     """
 
-    def __init__(self, model: Model, rows: int, length: int, page_size: int = 8) -> None:
+    def __init__(self, model: Model, rows: int, length: int, page_size: int = 8, routed_tokens: int = 0) -> None:
         self.model, self.page_size = model, page_size
         blocks = -(-length // page_size)
         groups = page_groups(model.mixers, model.state)
         model.make_rope_tables(length)
-        Cache(model, groups, [rows * blocks] * len(groups), page_size, rows)
+        self.cache = Cache(model, groups, [rows * blocks] * len(groups), page_size, rows, routed_tokens)
         for index in (index for group in groups for index in group.layers):
             model.layers[index].k_pages.fill_(float("nan"))
             model.layers[index].v_pages.fill_(float("nan"))
@@ -57,6 +57,12 @@ class Harness:
             spans=spans,
         )
         return torch.tensor([token for fed in tokens.values() for token in fed], device=device), step
+
+    def routed(self, tokens: int) -> Tensor:
+        """Experts (tokens, routers, K) of the last step's first tokens, each router's in ascending order."""
+        if self.cache.routed is None:
+            return torch.empty(tokens, 0, 0)
+        return self.cache.routed[:, :tokens].transpose(0, 1).long().sort().values
 
     def feed(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Run the next step -> logits (t, V) of the tokens fed to each row."""

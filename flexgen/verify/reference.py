@@ -32,15 +32,15 @@ def tiny(config: Mapping[str, Any], seed: int = 0) -> Any:
     return model
 
 
-def load(directory: Path, device: str) -> Any:
-    """The model of a checkpoint, in fp32."""
+def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
     for part in (config, config.get_text_config()):
         part._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=torch.float32, attn_implementation="eager"
+        directory, config=config, dtype=dtype, attn_implementation="eager"
     )
     return model.to(device).eval()
 
