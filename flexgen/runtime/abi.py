@@ -145,7 +145,7 @@ class Step:
     lengths_R    (R,) int32     tokens of each request once this step has written (its position + 1 for decode)
     pages        by attention entry; entries of one group share the same object
     state_R      (R,) int64     state slot of each row, or None where the model has no recurrent state
-    max_query    most tokens of one row; 1 is a decode step, and then T == R
+    max_query    an upper bound of a row's tokens; 1 is a decode step, and then T == R
     spans        host copy of (start, stop, length) a row, for backends that run on the host; None inside captured steps
     """
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from flexgen.runtime.cache import Cache, has_recurrent_state, page_groups
 from flexgen.runtime.errors import FlexgenError
@@ -53,13 +54,29 @@ class Engine:
         self.tables = PageTables(pages, windows, options.block_size, self.prefix_caching)
         self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics)
         raw = options.logprobs_mode == "raw_logprobs"
-        self.runner = Runner(model, self.cache, options.max_model_len, tokens.vocab, raw)
         model.make_rope_tables(options.max_model_len)
+        chunk = options.max_num_batched_tokens
+        self.runner = Runner(model, self.cache, options.max_model_len, chunk, tokens.vocab, raw)
+        self.startup = {"load": model.load_seconds, "compile": 0.0, "capture": 0.0}
+        if model.device.type == "cuda" and not options.enforce_eager:
+            self._prepare_decode()
         self._groups: dict[Request, RequestGroup] = {}
         self._seeds = random.Random(options.seed)
         self._arrivals = 0
         self._flight: InFlight | None = None
         self._grammars: GrammarCompiler | None = None
+
+    def _prepare_decode(self) -> None:
+        """Compile and capture, and say how long each took."""
+        for phase, run in (("compile", self.runner.compile), ("capture", self._capture)):
+            started = time.perf_counter()
+            run()
+            torch.cuda.synchronize(self.model.device)
+            self.startup[phase] = time.perf_counter() - started
+        log.info("start-up: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.startup.items()))
+
+    def _capture(self) -> None:
+        self.runner.capture(self.options.capture_sizes, at_start=not self.options.lazy_capture)
 
     # ------------------------------------------------------------ requests in
 

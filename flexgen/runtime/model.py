@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ class Model:
     """One copy of the weights, laid out as transformers lays them out, and the walker that reads them.
 
     layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
+    load_seconds  how long `load` took
     mixers    per layer, the entries that keep state; `state` says what each keeps
     routed    per layer, where its routers leave a token's experts on request, and how many they choose
     """
@@ -38,6 +40,7 @@ class Model:
         self.device = device
         self.directory: Path | None = None
         self.report: LoadReport | None = None
+        self.load_seconds = 0.0
         self.weight_version = 0
         self.head_dtype: torch.dtype | None = None
         self.state: dict[str, State] = package.walker.state(dims)
@@ -73,6 +76,7 @@ class Model:
 
         Raises ConfigError, CheckpointError or PackageError for what does not fit.
         """
+        started = time.perf_counter()
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
         directory = Path(path)
@@ -91,6 +95,9 @@ class Model:
             model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP))
         if head_dtype is not None:
             model.set_head_dtype(_dtype(head_dtype, config, raw))
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        model.load_seconds = time.perf_counter() - started
         return model
 
     def _table(self, kind: str) -> list[Weight]:

@@ -11,6 +11,7 @@ import torch
 
 from flexgen.runtime.cache import PageGroup, group_pages
 from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.graphs import ladder
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class EngineOptions:
     logprobs_mode: str = "processed_logprobs"
     seed: int = 0
     enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    lazy_capture: bool = False
     enable_return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -56,8 +59,19 @@ class EngineOptions:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} is out of range: it must be in (0, 1]")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}")
+        for size in self.cudagraph_capture_sizes or ():
+            _at_least("cudagraph_capture_sizes", size, 1)
+            if size > self.max_num_seqs:
+                raise ValueError(f"cudagraph_capture_sizes holds {size}, more than max_num_seqs={self.max_num_seqs}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
+
+    @property
+    def capture_sizes(self) -> list[int]:
+        """Batch sizes that decode steps are padded to, ascending; the last one is max_num_seqs."""
+        if self.cudagraph_capture_sizes is None:
+            return ladder(self.max_num_seqs)
+        return sorted({*self.cudagraph_capture_sizes, self.max_num_seqs})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ uploads only what changed and reads tokens one step late.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from flexgen.runtime.abi import PAD_SLOT, PageStep, Step
 from flexgen.runtime.cache import Cache, has_recurrent_state
+from flexgen.runtime.graphs import Graphs
+from flexgen.runtime.moe import ROUTED_TOKENS
 from flexgen.runtime.pages import TableChange
+from flexgen.runtime.regional import Regional, compile_layers, mark_sizes
 from flexgen.runtime.requests import Request
-from flexgen.runtime.sampler import Features, Sampled, SamplingTables, describe, sample
+from flexgen.runtime.sampler import Features, Sampled, SamplingTables, describe, finish, sample
 from flexgen.runtime.scheduler import Row, StepPlan
 from flexgen.runtime.transfer import Download, upload
 
@@ -59,15 +62,14 @@ class InFlight:
 class Runner:
     """Owns the slot tables and launches steps.
 
-    `real_vocab` is the number of ids that have a token. `ladder`, if given, lists the batch sizes that decode steps are
-    padded to; padding rows use the pad slot and the pad page.
+    `real_vocab` is the number of ids that have a token, `most_tokens` the most that one step takes.
     """
 
     def __init__(
-        self, model: Any, cache: Cache, max_model_len: int, real_vocab: int, raw_logprobs: bool, ladder: Sequence[int] = ()
+        self, model: Any, cache: Cache, max_model_len: int, most_tokens: int, real_vocab: int, raw_logprobs: bool
     ) -> None:
         self.model, self.cache, self.device = model, cache, model.device
-        self.real_vocab, self.raw_logprobs, self.ladder = real_vocab, raw_logprobs, sorted(ladder)
+        self.most_tokens, self.real_vocab, self.raw_logprobs = most_tokens, real_vocab, raw_logprobs
         rows, blocks = cache.slots + 1, -(-max_model_len // cache.block_size)
         self.last_S = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.length_S = torch.ones(rows, dtype=torch.int64, device=self.device)
@@ -76,6 +78,9 @@ class Runner:
         self._recurrent = has_recurrent_state(model.state)
         self._batch: tuple[int, ...] = ()
         self._batch_slots = upload([], self.device)
+        self._finish, self._mark = finish, lambda step: step
+        self._weights_checked = model.weight_version
+        self.graphs: Graphs | None = None
 
     @torch.no_grad()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -84,11 +89,15 @@ class Runner:
         self._apply(plan.changes)
         drawing = [row.request for row in plan.rows if row.samples]
         flight = InFlight(drawing)
+        features = Features.of(drawing, self.model.dims.vocab)
+        if plan.decode_only and self.graphs is not None and not any(request.rules for request in drawing):
+            self._check_weights()
+            flight.values = _download(self.graphs.step([request.slot for request in drawing], features))
+            flight.routes = self._routes(plan.rows)
+            return flight
         if plan.decode_only:
             slots_R = self._decode_slots(plan.rows)
-            spans = [(r, r + 1, row.start + 1) for r, row in enumerate(plan.rows)]
-            spans += [(r, r + 1, 1) for r in range(len(spans), len(slots_R))]
-            logits_RV = self.decode_logits(slots_R, spans)
+            logits_RV = self.decode_logits(slots_R, [(r, r + 1, row.start + 1) for r, row in enumerate(plan.rows)])
             flight.routes = self._routes(plan.rows)
         else:
             hidden_TD, last_T = self._forward_packed(plan.rows)
@@ -98,9 +107,65 @@ class Runner:
                 return flight
             slots_R = upload([request.slot for request in drawing], self.device)
             logits_RV = self.model.logits(hidden_TD[last_T])
-        sampled = self.draw(logits_RV, slots_R, Features.of(drawing, self.model.dims.vocab), drawing)
-        flight.values = _download(sampled)
+        flight.values = _download(self.draw(logits_RV, slots_R, features, drawing))
         return flight
+
+    # ------------------------------------------------------------ compiled and captured
+
+    @torch.no_grad()
+    def compile(self) -> None:
+        """Compile the layers and the last stage of sampling, for one row, several rows, and steps with prompts."""
+        compile_layers(self.model)
+        self._finish, self._mark = Regional(finish), mark_sizes
+        for rows in (1, 2):
+            slots_R = torch.full((rows,), PAD_SLOT, device=self.device)
+            logits_RV = self.decode_logits(slots_R)
+            for features in (Features(), Features(random=True)):
+                self.draw(logits_RV, slots_R, features)
+        for tokens in sorted({min(self.most_tokens, count) for count in (7, ROUTED_TOKENS + 7)}):
+            self._forward_pads(tokens)
+
+    @torch.no_grad()
+    def capture(self, sizes: Sequence[int], at_start: bool) -> None:
+        """Decode by CUDA graphs from now on: of `sizes`, all captured now, largest first, or each when it is first met."""
+        self.graphs = Graphs(self.decode_logits, self.draw, self._reset_pads, self._captured_tensors, sizes, self.device)
+        for size in reversed(sizes) if at_start else ():
+            for features in (Features(), Features(random=True)):
+                self.graphs.capture(size, features)
+
+    def _forward_pads(self, tokens: int) -> None:
+        """A step with a prompt of `tokens` padding tokens in two rows, for the compiler's sake."""
+        counts = (tokens - tokens // 3, tokens // 3)
+        starts = (0, counts[0], tokens)
+        spans = [(start, start + count, count) for start, count in zip(starts, counts)]
+        positions = [position for count in counts for position in range(count)]
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        packed_2T = upload([positions, rows], self.device)
+        slots_R = torch.full((2,), PAD_SLOT, device=self.device)
+        starts_R = upload(starts, self.device, torch.int32)
+        lengths_R = upload(counts, self.device, torch.int32)
+        step = self._step(slots_R, packed_2T[0], packed_2T[1].int(), starts_R, lengths_R, self.most_tokens, spans)
+        self.model.forward(torch.zeros_like(packed_2T[0]), step)
+        self._reset_pads()
+
+    def _reset_pads(self) -> None:
+        self.cache.clear_state(torch.full((1,), PAD_SLOT, device=self.device))
+
+    def _check_weights(self) -> None:
+        if self._weights_checked != self.model.weight_version:
+            self.graphs.check_addresses()
+            self._weights_checked = self.model.weight_version
+
+    def _captured_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What decode reads at fixed addresses: weights, pages, state, rotary tables, and the tables by slot."""
+        owners: list[tuple[str, Any]] = [("model", self.model.weights), ("sampling", self.sampling)]
+        owners += [(f"layer {index}", layer) for index, layer in enumerate(self.model.layers)]
+        for owner, holder in owners:
+            yield from ((f"{owner}'s {name}", value) for name, value in vars(holder).items() if isinstance(value, Tensor))
+        yield from (("last tokens", self.last_S), ("lengths", self.length_S))
+        yield from ((f"block table {group}", blocks_SB) for group, blocks_SB in enumerate(self.blocks_SB))
+
+    # ------------------------------------------------------------ the two parts of a decode step
 
     def decode_logits(self, slots_R: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
@@ -117,6 +182,7 @@ class Runner:
         ruled = [(row, request) for row, request in enumerate(requests) if request.rules is not None]
         sampled = sample(
             logits_RV, slots_R, lengths_R, self.sampling, features, self.real_vocab, self.raw_logprobs,
+            finish_with=self._finish,
             mask=_edit(ruled, lambda r, row_V: r.rules.mask(row_V, r.outputs)),
             process=_edit(ruled, lambda r, row_V: r.rules.process(row_V, r.prompt, r.outputs)),
         )  # fmt: skip
@@ -145,8 +211,7 @@ class Runner:
         ids_T = torch.where(ids_T < 0, self.last_S[slots_R][rows_T], ids_T)
         starts_R = upload(starts, self.device, torch.int32)
         lengths_R = upload([length for _, _, length in spans], self.device, torch.int32)
-        longest = max(row.count for row in rows)
-        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R, longest, spans)
+        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R, self.most_tokens, spans)
         return self.model.forward(ids_T, step), upload(last, self.device)
 
     def _step(
@@ -167,7 +232,7 @@ class Runner:
             page_step = PageStep(page_T.long() * size + positions_T % size, table_RB)
             pages.update(dict.fromkeys(group.entries, page_step))
         state_R = slots_R if self._recurrent else None
-        return Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query, spans)
+        return self._mark(Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query, spans))
 
     def _routes(self, rows: Sequence[Row]) -> Routes | None:
         """The experts that the step's tokens were sent to, if a request asked for its own."""
@@ -199,10 +264,8 @@ class Runner:
         return describe(logits_RV.log_softmax(-1), following_R, self.model.dims.vocab if top == -1 else top)
 
     def _decode_slots(self, rows: Sequence[Row]) -> Tensor:
-        """The slots of a decode batch, padded to the ladder; uploaded only when the batch is another one."""
-        slots = [row.request.slot for row in rows]
-        size = next((step for step in self.ladder if step >= len(slots)), len(slots))
-        batch = (*slots, *[PAD_SLOT] * (size - len(slots)))
+        """The slots of a decode batch that no graph serves; uploaded only when the batch is another one."""
+        batch = tuple(row.request.slot for row in rows)
         if batch != self._batch:
             self._batch, self._batch_slots = batch, upload(batch, self.device)
         return self._batch_slots

@@ -40,6 +40,11 @@ class Features:
     min_tokens: bool = False
     top_logprobs: int = 0
 
+    @property
+    def edits(self) -> bool:
+        """Whether logits are changed before the last stage."""
+        return self.penalises or self.biases or self.min_tokens or self.min_p or self.truncates
+
     @classmethod
     def of(cls, requests: Sequence[Request], vocab: int) -> Features:
         params = [request.params for request in requests]
@@ -122,7 +127,9 @@ class SamplingTables:
                 self.counts_SV, self.prompt_SV = self._wide(torch.int32), self._wide(torch.bool)
             self.prompt_SV[slot] = False
             self.prompt_SV[slot, self._ids(request.prompt)] = True
-            self.counts_SV[slot] = torch.bincount(self._ids(request.outputs), minlength=self.vocab)
+            outputs = self._ids(request.outputs)
+            self.counts_SV[slot] = 0
+            self.counts_SV[slot].index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     def _bias_row(self, request: Request) -> Tensor:
         params, row = request.params, torch.zeros(self.vocab, device=self.device)
@@ -150,6 +157,37 @@ def _numbers(params: SamplingParams) -> tuple[float, ...]:
     )
 
 
+def finish(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    lengths_R: Tensor,
+    real_vocab: int,
+    random: bool,
+    divide: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The last stage, which reads each logit a few times and, compiled, writes none: tokens, logprobs, ranks.
+
+    random  some rows draw (the others, of temperature 0, take the most likely token); divide: by the temperature first
+    keep    also return all logprobs, (R, V) fp32
+    """
+    logits_RV = mask_padding(logits_RV.float(), real_vocab)
+    if divide:
+        logits_RV = warm(logits_RV, temperature_R)
+    logprobs_RV = logits_RV.log_softmax(-1)
+    tokens_R = logprobs_RV.argmax(-1)
+    if random:
+        noise_RV = exponential_noise(seeds_R, lengths_R, logprobs_RV.shape[1])
+        tokens_R = torch.where(temperature_R > 0, (logprobs_RV - noise_RV.log()).argmax(-1), tokens_R)
+    chosen_R1 = logprobs_RV.gather(1, tokens_R[:, None])
+    ranks_R = (logprobs_RV > chosen_R1).sum(-1) + 1
+    return tokens_R, chosen_R1[:, 0], ranks_R, logprobs_RV if keep else None
+
+
+Finish = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+
 def sample(
     logits_RV: Tensor,
     slots_R: Tensor,
@@ -160,36 +198,54 @@ def sample(
     raw: bool = False,
     mask: LogitsEdit | None = None,
     process: LogitsEdit | None = None,
+    finish_with: Finish = finish,
 ) -> Sampled:
     """Draw one token a row. `lengths_R` (int64) is each request's length, the position that the token will take.
 
     Ids from `real_vocab` on have no token and a logprob of -inf. With `raw` the returned logprobs are those of the
     model's own logits; else (the default mode) exactly those that were drawn from. `mask` and `process` are the
     host-side rules of a lock-step batch. Tables are read, except the penalty counts, which take the new tokens.
+    `finish_with` is `finish`, or what the compiler made of it.
     """
-    logits_RV = logits_RV.float()
-    if real_vocab < logits_RV.shape[1]:
-        ids = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-        logits_RV = logits_RV.masked_fill(ids >= real_vocab, NEVER)
-    raw_RV = logits_RV if raw else None
     numbers_R6, integers_R3 = tables.numbers_S6[slots_R], tables.integers_S3[slots_R]
-    logits_RV = mask(logits_RV) if mask else logits_RV
-    logits_RV = _apply_bias(logits_RV, slots_R, lengths_R, integers_R3[:, 2], tables, features)
-    logits_RV = process(logits_RV) if process else logits_RV
+    temperature_R, seeds_R = numbers_R6[:, 0], integers_R3[:, 1]
+    model_RV = logits_RV
+    if features.edits or mask or process:
+        logits_RV = mask_padding(logits_RV.float(), real_vocab)
+        logits_RV = mask(logits_RV) if mask else logits_RV
+        logits_RV = _apply_bias(logits_RV, slots_R, lengths_R, integers_R3[:, 2], tables, features)
+        logits_RV = process(logits_RV) if process else logits_RV
     if features.penalises:
         logits_RV = penalise(logits_RV, tables.prompt_SV[slots_R], tables.counts_SV[slots_R], *numbers_R6[:, 3:].T)
-    temperature_R = numbers_R6[:, 0]
-    if features.random:
-        logits_RV = logits_RV / torch.where(temperature_R > 0, temperature_R, 1)[:, None]
+    divide = features.random
+    if divide and (features.min_p or features.truncates):
+        logits_RV, divide = warm(logits_RV, temperature_R), False
     if features.min_p:
         logits_RV = keep_min_p(logits_RV, numbers_R6[:, 2])
     if features.truncates:
         logits_RV = keep_top(logits_RV, integers_R3[:, 0], numbers_R6[:, 1])
-    logprobs_RV = logits_RV.log_softmax(-1)
-    tokens_R = _draw(logprobs_RV, temperature_R, integers_R3[:, 1], lengths_R, features)
+    keep = features.top_logprobs > 0 and not raw
+    tokens_R, logprobs_R, ranks_R, logprobs_RV = finish_with(
+        logits_RV, temperature_R, seeds_R, lengths_R, real_vocab, features.random, divide, keep
+    )
     if features.penalises:
         tables.counts_SV.index_put_((slots_R, tokens_R), torch.ones_like(tokens_R, dtype=torch.int32), accumulate=True)
-    return describe(logprobs_RV if raw_RV is None else raw_RV.log_softmax(-1), tokens_R, features.top_logprobs)
+    if raw:
+        return describe(mask_padding(model_RV.float(), real_vocab).log_softmax(-1), tokens_R, features.top_logprobs)
+    top_ids_RK, top_logprobs_RK = most_likely(logprobs_RV, features.top_logprobs) if keep else (None, None)
+    return Sampled(tokens_R, logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK)
+
+
+def mask_padding(logits_RV: Tensor, real_vocab: int) -> Tensor:
+    """-inf for ids that no token has."""
+    if real_vocab == logits_RV.shape[1]:
+        return logits_RV
+    return logits_RV.masked_fill(torch.arange(logits_RV.shape[1], device=logits_RV.device) >= real_vocab, NEVER)
+
+
+def warm(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    """Logits over their row's temperature; rows of temperature 0 as they are. fp32."""
+    return logits_RV.float() / torch.where(temperature_R > 0, temperature_R, 1)[:, None]
 
 
 def _apply_bias(
@@ -242,21 +298,14 @@ def keep_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     return torch.empty_like(sorted_RV).scatter_(1, order_RV, sorted_RV.masked_fill(below_RV, NEVER))
 
 
-def _draw(
-    logprobs_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, lengths_R: Tensor, features: Features
-) -> Tensor:
-    greedy_R = logprobs_RV.argmax(-1)
-    if not features.random:
-        return greedy_R
-    noise_RV = exponential_noise(seeds_R, lengths_R, logprobs_RV.shape[1])
-    return torch.where(temperature_R > 0, (logprobs_RV - noise_RV.log()).argmax(-1), greedy_R)
-
-
 def describe(logprobs_RV: Tensor, tokens_R: Tensor, top: int) -> Sampled:
     """Logprob and rank of `tokens_R` in `logprobs_RV`, and the `top` most likely tokens of each row."""
     chosen_R1 = logprobs_RV.gather(1, tokens_R[:, None])
     ranks_R = (logprobs_RV > chosen_R1).sum(-1) + 1
-    sampled = Sampled(tokens_R, chosen_R1[:, 0], ranks_R)
-    if top:
-        sampled.top_logprobs_RK, sampled.top_ids_RK = logprobs_RV.topk(min(top, logprobs_RV.shape[1]), dim=-1)
-    return sampled
+    return Sampled(tokens_R, chosen_R1[:, 0], ranks_R, *(most_likely(logprobs_RV, top) if top else ()))
+
+
+def most_likely(logprobs_RV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Ids and logprobs of the `top` most likely tokens, (R, top)."""
+    logprobs_RK, ids_RK = logprobs_RV.topk(min(top, logprobs_RV.shape[1]), dim=-1)
+    return ids_RK, logprobs_RK

@@ -1,0 +1,58 @@
+"""Regional compilation: one compiled function a layer kind, reused at every depth and batch size.
+
+A layer function sees tensors, numbers and plain attributes, never its index, so all layers of a kind share one piece of
+compiled code. Sizes that change from step to step (tokens, rows, blocks of a table) are symbols in it; a step of one token
+and a step with prompts are variants of their own. More variants than that are a defect and raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.runtime.abi import Step
+
+VARIANTS = 8
+"""Most variants of one function: one token, decode, prefill, and those again where experts change their backend."""
+
+
+class Regional:
+    """One function and its compiled variants. The first dim of every tensor argument is a symbol.
+
+    The code object is a copy, so that engines of other sizes in the same process do not count against this one.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str = "inductor") -> None:
+        code = function.__code__
+        own = FunctionType(code.replace(co_name=code.co_name), function.__globals__, code.co_name, function.__defaults__)
+        own.__kwdefaults__ = function.__kwdefaults__
+        self._run = torch.compile(own, fullgraph=True, backend=backend)
+
+    def __call__(self, *args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, Tensor):
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+        return self._run(*args)
+
+
+def compile_layers(model: Any, backend: str = "inductor") -> None:
+    """Make the walker run compiled layers. Raises later, when a layer needs more variants than it may have."""
+    torch._dynamo.config.recompile_limit = VARIANTS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    compiled = {kind: Regional(model.package.walker.LAYERS[kind], backend) for kind in dict.fromkeys(model.dims.kinds)}
+    model.walker.run = [compiled[kind] for kind in model.dims.kinds]
+
+
+def mark_sizes(step: Step) -> Step:
+    """Mark the sizes of a step that may be others in the next one."""
+    for tensor in (step.positions_T, step.rows_T, step.starts_R, step.lengths_R, step.state_R):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for pages in step.pages.values():
+        torch._dynamo.maybe_mark_dynamic(pages.slots_T, 0)
+        torch._dynamo.maybe_mark_dynamic(pages.table_RB, (0, 1))
+    return step

@@ -1,0 +1,86 @@
+"""Decode by graphs on a host, where a graph is the code that it would hold, run again into the same tensors."""
+
+import pytest
+import torch
+
+from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.graphs import Captured, Graphs, ladder
+from flexgen.runtime.params import SamplingParams
+from tests.runtime.test_engine import engine, run
+from tests.runtime.toy import Toy
+
+
+class Rerun:
+    def __init__(self, work):
+        self.work, self.result, self.replays = work, work(), 0
+
+    def replay(self):
+        self.replays += 1
+        fresh = self.work()
+        if not isinstance(fresh, torch.Tensor):
+            self.result.__dict__.update(fresh.__dict__)
+
+
+class HostGraphs(Graphs):
+    """Captures nothing: everything but the capture itself is the real thing."""
+
+    def _captured(self, what, run):
+        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.reads())
+        graph = Rerun(run)
+        return Captured(graph, graph.result)
+
+
+def with_graphs(toy, sizes, **options):
+    llm = engine(toy, **options)
+    runner = llm.llm_engine.runner
+    runner.graphs = HostGraphs(
+        runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors, sizes, toy.device
+    )
+    return llm
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 33, 64, 100, 256, 257, 1000])
+def test_a_ladder_ends_at_the_most_and_wastes_little(most):
+    sizes = ladder(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    for batch in range(1, most + 1):
+        size = next(size for size in sizes if size >= batch)
+        assert size < batch * 1.5
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_padding_rows_and_nan_in_the_pad_page_change_nothing(count):
+    toy = Toy(kinds=("full", "sliding", "recurrent"))
+    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5], [8, 8], [3], [4, 4, 4], [60], [7, 1]][:count]
+    params = [SamplingParams(seed=3, temperature=i % 2, max_tokens=3 + i, ignore_eos=True) for i in range(count)]
+    expected = [output.outputs[0].token_ids for output in run(engine(toy), prompts, params)]
+    llm = with_graphs(toy, [1, 4, 16])
+    for layer in toy.layers[:2]:
+        layer.k_pages[0], layer.v_pages[0] = float("nan"), float("nan")
+    toy.layers[2].memory[0] = float("nan")
+    assert [output.outputs[0].token_ids for output in run(llm, prompts, params)] == expected
+    assert llm.llm_engine.runner.graphs.failures == []
+
+
+def test_features_that_come_late_get_graphs_of_their_own():
+    toy = Toy()
+    asked = [
+        SamplingParams(temperature=0, max_tokens=6),
+        SamplingParams(seed=1, top_k=3, max_tokens=6),
+        SamplingParams(seed=2, repetition_penalty=1.3, logprobs=2, max_tokens=6),
+        SamplingParams(seed=4, logit_bias={5: 4.0}, min_p=0.1, max_tokens=6),
+    ]
+    llm, plain = with_graphs(toy, [1, 2, 4]), engine(toy)
+    for params in asked:
+        mine, theirs = (run(each, [[1, 2, 3]] * 2, params) for each in (llm, plain))
+        assert [o.outputs[0].token_ids for o in mine] == [o.outputs[0].token_ids for o in theirs]
+
+
+def test_a_weight_that_moved_is_named():
+    toy = Toy()
+    llm = with_graphs(toy, [1, 2])
+    run(llm, [[1, 2]], SamplingParams(max_tokens=3))
+    toy.layers[0].k_pages = toy.layers[0].k_pages.clone()
+    toy.weight_version += 1
+    with pytest.raises(FlexgenError, match="layer 0's k_pages, which moved"):
+        run(llm, [[1, 2]], SamplingParams(max_tokens=3))
