@@ -253,20 +253,25 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class MergeRole:
-    """One function of merge.py: a fused dense weight (`parts`) or a stacked expert tensor."""
+    """One function of merge.py: a fused dense weight (`parts`) or a stacked expert tensor (`module`), whose adapters may
+    also be modules of one expert each, `per_expert`, in the order of their rows."""
 
     role: str
     parts: tuple[tuple[str, str], ...] = ()
     module: str | None = None
+    per_expert: tuple[str, ...] = ()
     transpose: bool = False
     path: str = ""
 
 
 @dataclass(frozen=True)
 class Architecture:
+    """A whole spec. `digest` stands for all that it says; comments and the order of keys do not change it."""
+
     name: str
     summary: str
     source: str
+    digest: str
     checkpoint: Checkpoint
     dims: tuple[Dim, ...]
     ropes: tuple[Rope, ...]

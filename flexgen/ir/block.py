@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexgen.ir import architecture as ir
 from flexgen.ir.parts import Parts
-from flexgen.ir.problems import Problems
+from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath
@@ -183,7 +183,8 @@ class Block:
     ) -> tuple[Value, list[ir.Statement]]:
         entry = self.model.layer_inputs.get(step.times)
         if entry is None:
-            self.problems.unknown("layer input", step.times, self.model.layer_inputs, (*path, "times"))
+            known = defined("layer_inputs", self.model.layer_inputs)
+            self.problems.unknown("layer input", step.times, known, (*path, "times"))
             return value, []
         size = self.scope.code(entry.size, ("layer_inputs", step.times, "size"))
         if size != value.width:
@@ -263,7 +264,9 @@ class Block:
             entry, defined_at = name, path
         section = next((s for s in PART_SECTIONS if entry in getattr(self.model, s)), None)
         if section is None:
-            known = [*self.slots, *(n for s in PART_SECTIONS for n in getattr(self.model, s))]
+            known = {slot: ("kinds", name, slot) for name, kind in self.model.kinds.items() for slot in kind}
+            for section in PART_SECTIONS:
+                known |= defined(section, getattr(self.model, section))
             self.problems.unknown("part", entry, known, defined_at)
             return value, []
         if value.width != HIDDEN:
@@ -312,23 +315,28 @@ class Block:
             self.problems.add("SPEC020", f"two weights would both be called `{role}`", path)
 
     def _check_slots(self, name: str) -> None:
-        steps = {step for part in self.model.block if isinstance(part, models.AddPart) for step in _names(part.add)}
+        steps: dict[str, SpecPath] = {}
+        for index, part in enumerate(self.model.block):
+            if isinstance(part, models.AddPart):
+                steps |= _named(part.add, ("block", index, "add"))
         for slot in self._slots:
             if slot not in steps:
-                self.problems.unknown("slot", slot, steps, ("kinds", name, slot))
-        for step in sorted(steps & self.slots):
+                self.problems.unknown("slot", slot, steps, ("kinds", name, slot), key=True)
+        for step in sorted(steps.keys() & self.slots):
             if step not in self._slots:
                 message = f"kind `{name}` does not fill the slot `{step}`"
                 self.problems.add("SPEC005", message, ("kinds", name), key=True, help=f"add `{step}: ENTRY`")
 
 
-def _names(steps: list) -> set[str]:
-    found: set[str] = set()
-    for step in steps:
+def _named(steps: list, path: SpecPath) -> dict[str, SpecPath]:
+    """The steps that are names, of slots or entries, and where they stand."""
+    found: dict[str, SpecPath] = {}
+    for index, step in enumerate(steps):
         if isinstance(step, str):
-            found.add(step)
+            found[step] = (*path, index)
         elif isinstance(step, models.SumStep):
-            found |= {name for branch in step.sum for name in _names(branch)}
+            for number, branch in enumerate(step.sum):
+                found |= _named(branch, (*path, index, "sum", number))
     return found
 
 

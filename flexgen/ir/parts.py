@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexgen.ir import architecture as ir
-from flexgen.ir.problems import Problems
+from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath
@@ -43,7 +43,7 @@ class Parts:
             return None
         entry = self.model.norms.get(name)
         if entry is None:
-            self.problems.unknown("norm", name, self.model.norms, path)
+            self.problems.unknown("norm", name, defined("norms", self.model.norms), path)
             return None
         self.used.add(("norms", name))
         function = NORMS.get((entry.gain, entry.cast))
@@ -158,7 +158,7 @@ class Parts:
         if name == "none":
             return None
         if name not in self.model.ropes:
-            self.problems.unknown("rope", name, self.model.ropes, path)
+            self.problems.unknown("rope", name, defined("ropes", self.model.ropes), path)
             return None
         self.used.add(("ropes", name))
         return name
@@ -168,7 +168,8 @@ class Parts:
             return
         owner = self.model.attention.get(entry.kv_of)
         if owner is None:
-            self.problems.unknown("attention", entry.kv_of, self.model.attention, (*at, "kv_of"))
+            known = defined("attention", self.model.attention)
+            self.problems.unknown("attention", entry.kv_of, known, (*at, "kv_of"))
             return
         if owner.kv_of != "none" or entry.kv_of == name:
             message = f"`{entry.kv_of}` keeps no keys and values of its own"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from flexgen.spec.diagnostics import Diagnostic, Note, SpecError, SpecPath, nearest
 from flexgen.spec.load import Spec
@@ -31,15 +31,28 @@ class Problems:
         notes = [Note(note[0], self.spec.path, self.spec.span(note[1], key=True))] if note else []
         self.found.append(Diagnostic(code, message, self.spec.path, span, help=help, notes=notes, subject=path))
 
-    def unknown(self, what: str, name: str, known: Iterable[str], path: SpecPath, code: str = "SPEC008") -> None:
-        """Report a name that is not defined, with the nearest one that is."""
-        names = sorted(known)
-        near = nearest(name, names)
-        listed = ", ".join(f"`{item}`" for item in names) or "none is defined"
+    def unknown(
+        self,
+        what: str,
+        name: str,
+        known: Mapping[str, SpecPath],
+        path: SpecPath,
+        code: str = "SPEC008",
+        key: bool = False,
+    ) -> None:
+        """Report a name that is not defined, with the nearest one that is; `known` says where each is defined."""
+        near = nearest(name, known)
+        listed = ", ".join(f"`{item}`" for item in sorted(known)) or "none is defined"
         help = f"did you mean `{near}`?" if near else f"known: {listed}"
-        self.add(code, f"unknown {what} `{name}`", path, help=help)
+        note = (f"`{near}` is defined here", known[near]) if near else None
+        self.add(code, f"unknown {what} `{name}`", path, help=help, key=key, note=note)
 
     def raise_if_any(self) -> None:
         """Raises SpecError with everything found."""
         if self.found:
             raise SpecError(self.found)
+
+
+def defined(section: str, entries: Mapping[str, object]) -> dict[str, SpecPath]:
+    """Where each name of a section is defined."""
+    return {name: (section, name) for name in entries}

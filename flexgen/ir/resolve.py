@@ -8,6 +8,7 @@ from flexgen.ir.parts import Parts
 from flexgen.ir.problems import Problems
 from flexgen.ir.schedule import schedule
 from flexgen.ir.scope import Scope
+from flexgen.ir.tiny import check_tiny, fences
 from flexgen.spec import models
 from flexgen.spec.load import Spec
 
@@ -41,11 +42,14 @@ class _Resolver:
         self._check_unused(kinds)
         dims = self.scope.dims()
         self.problems.raise_if_any()
+        check_tiny(self.spec, self.scope, dims, self.problems)
+        self.problems.raise_if_any()
         tables, kinds = _shared_tables(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)), kinds)
         return ir.Architecture(
             name=model.name,
             summary=model.summary,
             source=f"specs/{model.name}.yaml",
+            digest=self.spec.digest,
             checkpoint=self._checkpoint(),
             dims=dims,
             ropes=ropes,
@@ -127,7 +131,7 @@ class _Resolver:
             tuple(entry.prefix),
             tuple(dict.fromkeys(skip)),
             entry.defaults,
-            entry.require,
+            fences(entry),
             tuple(entry.ignore),
             by,
         )
@@ -186,13 +190,11 @@ def _shared_tables(
 def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tuple[ir.MergeRole, ...]:
     """The weights that adapters may change: linear modules, and stacked experts."""
     found: dict[str, ir.MergeRole] = {}
-    orders = {
-        f'"layers.*.{layout.stacked}"': layout
-        for moe in model.moe.values()
-        for layouts in (moe.gate_up, moe.down)
-        for layout in layouts
-        if isinstance(layout, models.StackedLayout)
-    }
+    orders, per_expert = {}, {}
+    for layouts in (layouts for moe in model.moe.values() for layouts in (moe.gate_up, moe.down)):
+        modules = [name.removesuffix(".weight") for each in layouts for name in getattr(each, "per_expert", ())]
+        for layout in (each for each in layouts if isinstance(each, models.StackedLayout)):
+            orders[f'"layers.*.{layout.stacked}"'], per_expert[layout.stacked] = layout, tuple(modules)
     for table in tables:
         for row in table.rows:
             if row.layouts:
@@ -206,6 +208,7 @@ def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tupl
                 found[row.role] = ir.MergeRole(
                     row.role,
                     module=module,
+                    per_expert=per_expert[module],
                     transpose=layout.axes[1:] == ["in", "out"],
                     path=table.path,
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexgen.ir import architecture as ir
-from flexgen.ir.problems import Problems
+from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath
@@ -41,16 +41,17 @@ def _rule(
     selector = given[0]
     if not _check_target(rule, selector, path, problems):
         return None
+    known = defined("kinds", model.kinds)
     for field, names in (("pattern", rule.pattern or ()), ("kind", [rule.kind] if rule.kind else [])):
         for index, name in enumerate(names):
             if name not in model.kinds:
                 at = (*path, field, index) if field == "pattern" else (*path, field)
-                problems.unknown("kind", name, model.kinds, at, "SPEC013")
+                problems.unknown("kind", name, known, at, "SPEC013")
     for key, name in (rule.kinds or {}).items():
         if name not in model.kinds:
-            problems.unknown("kind", name, model.kinds, (*path, "kinds", key), "SPEC013")
+            problems.unknown("kind", name, known, (*path, "kinds", key), "SPEC013")
         if selector != "by" and key not in model.kinds:
-            problems.unknown("kind", key, model.kinds, (*path, "kinds", key), "SPEC013")
+            problems.unknown("kind", key, known, (*path, "kinds", key), "SPEC013", key=True)
     target = f'"{rule.kind}"' if rule.kind else _mapping(rule.kinds or {})
     when = None if rule.when is None else f'config.optional("{rule.when}")'
     name = f"schedule.{'since' if selector == 'from' else 'everywhere' if selector == 'all' else selector}"

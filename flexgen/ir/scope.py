@@ -36,7 +36,11 @@ class Scope:
             self.exprs[name] = expr or Number("1", start=0, end=1)  # so that its users are not reported too
         for name in REQUIRED:
             if name not in dims:
-                problems.add("SPEC005", f"`dims` lacks `{name}`, which every spec defines", ("dims",), key=True)
+                near = nearest(name, dims.keys() - set(REQUIRED))
+                help = f"did you mean `{near}` to be it?" if near else f"add `{name}: CONFIG_FIELD`"
+                note = (f"`{near}` is defined here", ("dims", near)) if near else None
+                message = f"`dims` lacks `{name}`, which every spec defines"
+                problems.add("SPEC005", message, ("dims",), key=True, help=help, note=note)
 
     # ------------------------------------------------------------ uses
 
@@ -170,4 +174,6 @@ class Scope:
     def _unknown(self, name: Name, path: SpecPath) -> None:
         near = nearest(name.dotted, self.exprs)
         help = f"did you mean `{near}`?" if near else f"define it in `dims`: `{name.dotted}: CONFIG_FIELD`"
-        self.problems.add("SPEC012", f"unknown name `{name.dotted}`", path, help=help, within=(name.start, name.end))
+        note = (f"`{near}` is defined here", ("dims", near)) if near else None
+        span = (name.start, name.end)
+        self.problems.add("SPEC012", f"unknown name `{name.dotted}`", path, help=help, within=span, note=note)

@@ -52,7 +52,7 @@ def manifest(architecture: Architecture, files: dict[str, str]) -> str:
         "name": architecture.name,
         "abi": ABI,
         "source": architecture.source,
-        "digest": hashlib.sha256(repr(architecture).encode()).hexdigest(),
+        "digest": architecture.digest,
         "model_types": checkpoint.model_types,
         "text_config": checkpoint.text_config,
         "defaults": checkpoint.defaults,

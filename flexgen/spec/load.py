@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,22 +13,32 @@ from pydantic import ValidationError
 
 from flexgen.spec.diagnostics import Diagnostic, Note, Span, SpecError, SpecPath, nearest
 from flexgen.spec.models import SECTIONS_WITH_LIKE, SpecModel
-from flexgen.spec.shapes import explain
+from flexgen.spec.shapes import explain, field_names, model_at
 from flexgen.spec.source import Document
 from flexgen.spec.source import load as load_document
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec whose sections have the right shape. `origins` maps a field inherited through `like` to where it stands."""
+    """A spec whose sections have the right shape.
+
+    data     what the file says, with `like` written out
+    origins  maps a field inherited through `like` to where it stands
+    """
 
     model: SpecModel
     document: Document
+    data: dict[str, Any]
     origins: dict[SpecPath, SpecPath]
 
     @property
     def path(self) -> str:
         return self.document.path
+
+    @property
+    def digest(self) -> str:
+        """A hash of what the spec says, the same for any order of keys and any comments."""
+        return hashlib.sha256(json.dumps(self.data, sort_keys=True).encode()).hexdigest()
 
     def origin(self, path: SpecPath) -> SpecPath:
         """Where the value at a path was written: itself, or the entry it was inherited from."""
@@ -45,18 +57,22 @@ def load_spec(path: Path, shown: str | None = None) -> Spec:
 
 
 def parse_spec(text: bytes | str, path: str) -> Spec:
-    """As `load_spec`, from text."""
-    document = load_document(text, path)
+    """As `load_spec`, from text. Raises SpecError."""
+    return shape(load_document(text, path))
+
+
+def shape(document: Document) -> Spec:
+    """The spec that a document holds. Raises SpecError with every problem of shape."""
     data, origins, found = expand_likes(document)
     spec = None
     try:
         spec = SpecModel.model_validate(data)
     except ValidationError as error:
-        where = Spec(model=None, document=document, origins=origins)  # type: ignore[arg-type]
+        where = Spec(model=None, document=document, data=data, origins=origins)  # type: ignore[arg-type]
         found += explain(error, data, where)
     if found or spec is None:
         raise SpecError(found)
-    return Spec(spec, document, origins)
+    return Spec(spec, document, data, origins)
 
 
 def locate(document: Document, path: SpecPath, *, key: bool = False, within: tuple[int, int] | None = None) -> Span:
@@ -111,10 +127,13 @@ def _expand(
     problem = _like_problem(entries, base_name, (*chain, name), section)
     if problem is not None:
         if not chain:
-            message, help, other = problem
-            notes = [Note("the cycle passes here", document.path, document.key_span(other))] if other else []
+            message, help, note = problem
+            notes = [Note(note[0], document.path, document.key_span(note[1]))] if note else []
+            model = model_at((section, name), document.data)
+            lacking = [(section, name, field) for field in field_names(model) if field not in own] if model else []
+            at = document.value_span(here)
             found.append(
-                Diagnostic("SPEC009", message, document.path, document.value_span(here), help=help, notes=notes)
+                Diagnostic("SPEC009", message, document.path, at, help=help, notes=notes, settles=lacking)
             )
         return own
     base = _expand(document, section, entries, base_name, origins, found, (*chain, name))
@@ -129,15 +148,17 @@ def _expand(
 
 def _like_problem(
     entries: dict[str, Any], base: object, chain: Iterable[str], section: str
-) -> tuple[str, str | None, SpecPath | None] | None:
+) -> tuple[str, str, tuple[str, SpecPath] | None] | None:
+    """What is wrong with `like: base`: message, help and note; None where nothing is."""
     if not isinstance(base, str) or base not in entries:
         near = nearest(str(base), entries)
         help = f"did you mean `{near}`?" if near else "`like` names another entry of the same section"
-        return f"`like` names `{base}`, which `{section}` does not define", help, None
+        note = (f"`{near}` is defined here", (section, near)) if near else None
+        return f"`like` names `{base}`, which `{section}` does not define", help, note
     if base in chain:
         return (
             f"`like` goes in a circle: {' -> '.join((*chain, base))}",
             "give one of them all its fields",
-            (section, base),
+            ("the cycle passes here", (section, base)),
         )
     return None

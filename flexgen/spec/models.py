@@ -46,10 +46,22 @@ class Entry(Section):
 
 
 class AtLeast(Section):
-    min: int = Field(description="The smallest value accepted.")
+    min: int | float = Field(description="The smallest value accepted.")
 
 
 Scalar = str | int | float | bool | None
+
+
+def _fence_tag(value: object) -> str:
+    return "min" if isinstance(value, dict) else "list" if isinstance(value, list) else "value"
+
+
+Fence = Annotated[
+    Annotated[AtLeast, Tag("min")]
+    | Annotated[Annotated[list[Scalar], Field(min_length=1)], Tag("list")]
+    | Annotated[Scalar, Tag("value")],
+    Discriminator(_fence_tag),
+]
 
 
 class Checkpoint(Section):
@@ -74,7 +86,7 @@ class Checkpoint(Section):
         {},
         description="What the family's config class fills in where config.json is silent; merged below the file's values.",
     )
-    require: dict[ConfigPath, Any] = Field(
+    require: dict[ConfigPath, Fence] = Field(
         {},
         description="Fences: field to the value, list of values or `{min: n}` without which this spec does not apply.",
     )

@@ -31,7 +31,7 @@ MODEL_TYPES = ("gemma4_text", "gemma4")
 TEXT_CONFIG = "text_config"
 PREFIXES = ("model", "model.language_model")
 SKIP = ("model.vision_tower.*", "model.audio_tower.*", "model.embed_vision.*", "model.embed_audio.*")
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_k_eq_v": False, "use_double_wide_mlp": False, "global_head_dim": 512, "sliding_window": 512}
+DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_k_eq_v": False, "use_double_wide_mlp": False, "global_head_dim": 512, "sliding_window": 512}
 REQUIRE = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": [None, "vision"], "enable_moe_block": False, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
 IGNORE = ("vocab_size_per_layer_input",)
 

@@ -96,12 +96,26 @@ def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("experts.gate_up_proj", ()), transposed=False)
+    return merge_experts(
+        out,
+        base,
+        "experts.gate_up_proj",
+        (),
+        deltas,
+        transposed=False,
+    )
 
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("experts.down_proj", ()), transposed=False)
+    return merge_experts(
+        out,
+        base,
+        "experts.down_proj",
+        (),
+        deltas,
+        transposed=False,
+    )
 
 
 MERGES = {

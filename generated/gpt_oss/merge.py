@@ -67,7 +67,14 @@ def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.gate_up_proj", ()), transposed=True)
+    return merge_experts(
+        out,
+        base,
+        "mlp.experts.gate_up_proj",
+        (),
+        deltas,
+        transposed=True,
+    )
 
 
 def merge_moe_gate_up_bias(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -80,7 +87,14 @@ def merge_moe_gate_up_bias(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.down_proj", ()), transposed=True)
+    return merge_experts(
+        out,
+        base,
+        "mlp.experts.down_proj",
+        (),
+        deltas,
+        transposed=True,
+    )
 
 
 def merge_moe_down_bias(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:

@@ -34,7 +34,10 @@ LORA: dict[str, str] = {
     "mlp.shared_expert.down_proj": "shared_down",
     "mlp.shared_expert_gate": "shared_out_gate",
     "mlp.experts.gate_up_proj": "moe_gate_up",
+    "mlp.experts.*.gate_proj": "moe_gate_up",
+    "mlp.experts.*.up_proj": "moe_gate_up",
     "mlp.experts.down_proj": "moe_down",
+    "mlp.experts.*.down_proj": "moe_down",
 }
 
 
@@ -118,12 +121,26 @@ def merge_shared_out_gate(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) ->
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.gate_up_proj", ()), transposed=False)
+    return merge_experts(
+        out,
+        base,
+        "mlp.experts.gate_up_proj",
+        ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+        deltas,
+        transposed=False,
+    )
 
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.down_proj", ()), transposed=False)
+    return merge_experts(
+        out,
+        base,
+        "mlp.experts.down_proj",
+        ("mlp.experts.*.down_proj",),
+        deltas,
+        transposed=False,
+    )
 
 
 MERGES = {

@@ -28,7 +28,10 @@ LORA: dict[str, str] = {
     "mlp.up_proj": "mlp_gate_up",
     "mlp.down_proj": "mlp_down",
     "mlp.experts.gate_up_proj": "moe_gate_up",
+    "mlp.experts.*.gate_proj": "moe_gate_up",
+    "mlp.experts.*.up_proj": "moe_gate_up",
     "mlp.experts.down_proj": "moe_down",
+    "mlp.experts.*.down_proj": "moe_down",
 }
 
 
@@ -85,12 +88,26 @@ def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.gate_up_proj", ()), transposed=False)
+    return merge_experts(
+        out,
+        base,
+        "mlp.experts.gate_up_proj",
+        ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+        deltas,
+        transposed=False,
+    )
 
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(out, base, deltas.get("mlp.experts.down_proj", ()), transposed=False)
+    return merge_experts(
+        out,
+        base,
+        "mlp.experts.down_proj",
+        ("mlp.experts.*.down_proj",),
+        deltas,
+        transposed=False,
+    )
 
 
 MERGES = {

@@ -1,0 +1,37 @@
+"""What the parameters of a rope may hold in config.json, by type. The runtime has the formulas; a test holds both together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COMMON = frozenset({"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+REQUIRED: Mapping[str, frozenset[str]] = {
+    "default": frozenset({"rope_theta"}),
+    "linear": frozenset({"rope_theta", "factor"}),
+    "llama3": frozenset({"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset({"rope_theta", "factor"}),
+    "proportional": frozenset({"rope_theta"}),
+}
+_YARN = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
+OPTIONAL: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset(),
+    "llama3": frozenset({"original_max_position_embeddings"}),
+    "yarn": frozenset({"original_max_position_embeddings"}) | _YARN,
+    "proportional": frozenset({"factor"}),
+}
+FLAGS = frozenset({"truncate", "mrope_interleaved"})
+
+
+def fault(key: str, value: object) -> str | None:
+    """What is wrong with the value of a parameter, None where nothing is."""
+    if key == "rope_type":
+        return None if isinstance(value, str) else "must be text"
+    if key in FLAGS:
+        return None if isinstance(value, bool) else "must be true or false"
+    if key == "mrope_section":
+        return None if isinstance(value, list) and all(type(item) is int for item in value) else "must be a list of numbers"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "must be a number"
+    above_zero = key not in ("attention_factor", "mscale", "mscale_all_dim")
+    return "must be above 0" if above_zero and value <= 0 else None
