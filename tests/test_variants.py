@@ -22,7 +22,7 @@ VARIANTS = {
     ),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-mha": ("llama", {"num_key_value_heads": ..., "head_dim": ..., "num_attention_heads": 8}),
-    "qwen3-full": ("qwen3", {"use_sliding_window": False, "sliding_window": None, "tie_word_embeddings": False}),
+    "qwen3-full": ("qwen3", {"use_sliding_window": False, "sliding_window": None, "layer_types": ..., "tie_word_embeddings": False}),
     "qwen3-window-1": ("qwen3", {"sliding_window": 1}),
     "qwen3-window-page": ("qwen3", {"sliding_window": 16}),
     "qwen3_moe-sparse": ("qwen3_moe", {"mlp_only_layers": []}),
@@ -31,6 +31,8 @@ VARIANTS = {
     "qwen3_moe-one": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "qwen3_moe-square": ("qwen3_moe", {"moe_intermediate_size": 32}),
     "qwen3_moe-slide": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    "gpt_oss-five": ("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 5}),
+    "gpt_oss-one": ("gpt_oss", {"num_experts_per_tok": 1}),
     "gpt_oss-wide": ("gpt_oss", {"sliding_window": 64}),
     "gpt_oss-page": ("gpt_oss", {"sliding_window": 16, "num_hidden_layers": 3, "layer_types": [FULL, SLIDE, SLIDE]}),
     "gemma4_dense-5": ("gemma4_dense", {"num_hidden_layers": 5, "layer_types": [SLIDE, FULL, SLIDE, SLIDE, FULL]}),
@@ -39,6 +41,7 @@ VARIANTS = {
     "gemma4_moe-long": ("gemma4_moe", {"sliding_window": 64}),
     "gemma4_moe-kv1": ("gemma4_moe", {"num_key_value_heads": 1, "num_experts": 5, "top_k_experts": 5}),
     "gemma4_moe-4": ("gemma4_moe", {"num_hidden_layers": 4, "layer_types": [SLIDE, SLIDE, SLIDE, FULL], "sliding_window": 1}),
+    "gemma4_moe-one": ("gemma4_moe", {"top_k_experts": 1}),
     "gemma4_e-e4b": ("gemma4_e", {"use_double_wide_mlp": False, "num_key_value_heads": 2}),
     "gemma4_e-7": (
         "gemma4_e",
@@ -48,6 +51,7 @@ VARIANTS = {
     "gemma4_e-long": ("gemma4_e", {"sliding_window": 64, "num_key_value_heads": 4}),
     "qwen3_5-6": ("qwen3_5", {"num_hidden_layers": 6, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, LINEAR, FULL]}),
     "qwen3_5-biased": ("qwen3_5", {"attention_bias": True, "linear_num_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3_5_moe-five": ("qwen3_5_moe", {"num_experts": 5, "num_experts_per_tok": 5}),
     "qwen3_5_moe-kernel": ("qwen3_5_moe", {"linear_conv_kernel_dim": 3, "num_experts_per_tok": 1}),
 }
 

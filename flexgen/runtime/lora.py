@@ -50,7 +50,8 @@ class ExpertLowRank:
 
 
 Deltas = Mapping[str, Sequence[LowRank | ExpertLowRank]]
-"""Module name, below the layer, to the updates of every adapter on it."""
+"""Module name, below the layer, to the updates of every adapter on it. Adapters of older PEFT name each expert's modules,
+`mlp.experts.3.gate_proj`."""
 
 
 @torch.no_grad()
@@ -75,27 +76,58 @@ def merge_rows(out: Tensor, base: Tensor, rows: Mapping[str, int], deltas: Delta
 
 
 @torch.no_grad()
-def merge_experts(out: Tensor, base: Tensor, updates: Sequence[LowRank | ExpertLowRank], *, transposed: bool) -> int:
-    """Write base + the sum of expert updates to `out`, (E, O, I), or (E, I, O) where `transposed`. -> 1 if changed.
+def merge_experts(
+    out: Tensor, base: Tensor, stacked: str, per_expert: Sequence[str], deltas: Deltas, *, transposed: bool
+) -> int:
+    """Write base + the sum of expert updates to `out`, (E, O, I), or (E, I, O) where `transposed`. -> modules that changed.
 
-    Updates are those of the stored parameter, as PEFT trains it: an interleaved parameter has interleaved updates.
-    Raises AdapterError where an update's shape is not the tensor's.
+    Updates of the module `stacked` are those of the whole parameter, as PEFT trains it: an interleaved parameter has
+    interleaved updates. Updates of `per_expert` modules, `*` the expert, belong to one expert's rows, module after module.
+    Raises AdapterError where an update's shape is not its target's.
     """
     out.copy_(base)
-    if not updates:
+    parts = [_expert_updates(name, base.shape[0], deltas) for name in per_expert]
+    whole = deltas.get(stacked, ())
+    if not whole and not any(parts):
         return 0
-    total = base.float()
-    for update in updates:
-        delta = update.delta()
-        total = total + _fitting(delta.transpose(1, 2) if transposed else delta, base, "experts")
+    total = base.to(torch.float32, copy=True)
+    total_EOI = total.transpose(1, 2) if transposed else total
+    for update in whole:
+        total_EOI += _fitting(update.delta(), total_EOI, stacked)
+    for index, (name, updates) in enumerate(zip(per_expert, parts)):
+        _add_per_expert(total_EOI.chunk(len(parts), dim=1)[index], updates, name)
     out.copy_(total.to(out.dtype))
-    return 1
+    return bool(whole) + len({(name, expert) for name, updates in zip(per_expert, parts) for expert, _ in updates})
+
+
+def _expert_updates(name: str, experts: int, deltas: Deltas) -> list[tuple[int, LowRank]]:
+    """(expert, update) of every module that `name` stands for."""
+    return [(expert, update) for expert in range(experts) for update in deltas.get(name.replace("*", str(expert)), ())]
+
+
+def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank]], name: str) -> None:
+    """Add updates to their experts' matrices, all of one rank in one batched product."""
+    by_rank: dict[int, list[tuple[int, LowRank]]] = {}
+    for expert, update in updates:
+        shape = (*update.b.shape[:1], *update.a.shape[1:])
+        if shape != target_EOI.shape[1:] or update.a.shape[0] != update.b.shape[1]:
+            raise _misfit(name.replace("*", str(expert)), shape, target_EOI.shape[1:])
+        by_rank.setdefault(update.a.shape[0], []).append((expert, update))
+    for same in by_rank.values():
+        a = torch.stack([update.a.float() for _, update in same])
+        b = torch.stack([update.scale * update.b.float() for _, update in same])
+        experts = torch.tensor([expert for expert, _ in same], device=target_EOI.device)
+        target_EOI.index_add_(0, experts, b @ a)
 
 
 def _fitting(delta: Tensor, target: Tensor, module: str) -> Tensor:
     if delta.shape != target.shape:
-        raise AdapterError(
-            f"the adapter's update of {module} has shape {tuple(delta.shape)}, and the weight has {tuple(target.shape)}: "
-            "it was trained on another model or orientation"
-        )
+        raise _misfit(module, delta.shape, target.shape)
     return delta
+
+
+def _misfit(module: str, found: Sequence[int], wanted: Sequence[int]) -> AdapterError:
+    return AdapterError(
+        f"the adapter's update of {module} has shape {tuple(found)}, and the weight has {tuple(wanted)}: "
+        "it was trained on another model or orientation"
+    )
