@@ -120,6 +120,27 @@ def build(
 
 
 @app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the new spec.")],
+    spec: Annotated[str | None, typer.Option("--from", help="A spec to start from, by path or name.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json, or a directory that holds one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; else specs/NAME.yaml.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Draft a spec from another one or from a config.json; what these cannot settle is marked `# TODO decide:`."""
+    from flexgen.new.write import draft, target, write
+
+    made, source = draft(name, spec, config)
+    path = target(name, out)
+    write(path, made.text, force)
+    print(f"wrote {path} from {source}")
+    print(f"{made.decisions} decisions are marked `# TODO decide:`")
+    for line in made.unsupported:
+        print(f"unsupported: {line}")
+    print(f"next: flexgen check {path}")
+
+
+@app.command()
 def diff(
     against: Annotated[
         str | None, typer.Argument(help="A directory, or a commit of this repository; none: the files in generated/.")

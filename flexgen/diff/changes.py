@@ -40,6 +40,7 @@ def spec_changes(old: Sources, new: Sources, spec: str) -> list[Change]:
     return [
         Change(f"specs/{spec}.yaml", label(path), _shown(was), _shown(now), _undo_value(path, was, before))
         for path, was, now in _differences(before, after, ())
+        if path[:1] != ("tiny",)  # no code is made of it
     ]
 
 

@@ -1,0 +1,78 @@
+"""`flexgen new`: choose what to start from, draft, prove that the draft is a spec, write it whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from flexgen.compile import UsageError, find_specs, shown
+from flexgen.ir.resolve import resolve
+from flexgen.new.draft import Draft, from_spec
+from flexgen.spec.load import Spec, load_spec, parse_spec
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+def draft(name: str, spec: str | None, config: Path | None) -> tuple[Draft, str]:
+    """The draft of a new spec, and what it was made from. Raises UsageError, ConfigFileError, ConfigError and SpecError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"`{name}` cannot name a spec: lower-case letters, digits and _, a letter first, at most 40")
+    if (spec is None) == (config is None):
+        raise UsageError("give exactly one of --from SPEC and --config CONFIG_JSON")
+    if spec is not None:
+        base = _load(find_specs([spec])[0])
+        made, source = from_spec(base, name), base.path
+    else:
+        assert config is not None
+        made, source = _from_config(name, config)
+    resolve(parse_spec(made.text, f"{name}.yaml"))
+    return made, source
+
+
+def _from_config(name: str, path: Path) -> tuple[Draft, str]:
+    from flexgen.new.config import read
+    from flexgen.new.described import from_config
+    from flexgen.new.reads import fit
+
+    given = read(path)
+    specs = [_load(spec) for spec in find_specs([])]
+    fits = [(spec, fit(spec, given)) for spec in specs]
+    spec, found = min(
+        fits, key=lambda item: (not item[1].is_exact, not item[1].serves, item[1].distance, len(item[0].model.dims))
+    )
+    what = "describes this config" if found.is_exact else "is the nearest family"
+    return from_config(spec, name, given, found), f"{spec.path}, which {what}"
+
+
+def _load(path: Path) -> Spec:
+    spec = load_spec(path, shown(path))
+    resolve(spec)
+    return spec
+
+
+def target(name: str, out: Path | None) -> Path:
+    """Where the draft goes: `out`, else specs/NAME.yaml where there is a folder specs, else NAME.yaml."""
+    folder = Path("specs") if Path("specs").is_dir() else Path()
+    return out or folder / f"{name}.yaml"
+
+
+def write(path: Path, text: str, force: bool) -> None:
+    """Write a file whole or not at all. Raises UsageError where there is one already and `force` is off."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no directory: make it, or give another --out")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    staged = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        staged.chmod(0o644)
+        if force:
+            os.replace(staged, path)
+        else:
+            os.link(staged, path)  # fails where a file of this name is there, even one made this instant
+    except FileExistsError:
+        raise UsageError(f"{path} is there already: give another name, or --force to overwrite it") from None
+    finally:
+        staged.unlink(missing_ok=True)

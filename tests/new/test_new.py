@@ -1,0 +1,238 @@
+"""`flexgen new`: drafts pass `check`, known families build the same code, and nothing of a config goes unnamed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from flexgen.assets import root
+from flexgen.compile import UsageError, check
+from flexgen.new.config import ConfigFileError
+from flexgen.new.write import draft, write
+from flexgen.render.render import render
+from flexgen.spec.load import load_spec
+
+SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
+MULTIMODAL = {"gemma4_dense": "gemma4", "gemma4_moe": "gemma4", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
+
+
+def tiny(spec: str) -> dict:
+    return copy.deepcopy(load_spec(root("specs") / f"{spec}.yaml").model.tiny)
+
+
+def config_class(model_type: str, folder: Path, **fields) -> Path:
+    """A config.json as transformers' own class writes it, every field included."""
+    AutoConfig.for_model(model_type, **fields).to_json_file(folder / "config.json", use_diff=False)
+    return folder / "config.json"
+
+
+def dump(config: dict, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+def built(path: Path) -> dict[str, str]:
+    checked = check(path)
+    assert checked.architecture is not None, [str(d.message) for d in checked.diagnostics]
+    return render(checked.architecture)
+
+
+def same_code(made: dict[str, str], wanted: dict[str, str], name: str, spec: str) -> bool:
+    """Equal but for the name in the header and in the first docstring."""
+    files = ("walker.py", "attention.py", "merge.py")
+    return all(re.sub(rf"\b{name}\b", spec, made[file]) == wanted[file] for file in files)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("form", ["hub", "saved", "nested"])
+def test_known_families_build_the_same_code(spec, form, tmp_path):
+    config = tiny(spec)
+    if form == "saved":
+        path = config_class(config.pop("model_type"), tmp_path, **config)
+    elif form == "nested":
+        if spec not in MULTIMODAL:
+            pytest.skip("this family has no multimodal form")
+        outer = {"model_type": MULTIMODAL[spec], "text_config": config, "vision_config": {"depth": 2}}
+        path = dump(outer, tmp_path)
+    else:
+        path = dump(config, tmp_path)
+    made, source = draft("drafted", None, path)
+    assert source.endswith(f"{spec}.yaml, which describes this config")
+    assert not made.unsupported and made.decisions == 0, made.text[:1500]
+    write(tmp_path / "drafted.yaml", made.text, force=False)
+    assert same_code(built(tmp_path / "drafted.yaml"), built(root("specs") / f"{spec}.yaml"), "drafted", spec)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_copy_of_a_spec_builds_the_same_layers(spec, tmp_path):
+    made, _ = draft("another", spec, None)
+    write(tmp_path / "another.yaml", made.text, force=False)
+    original = (root("specs") / f"{spec}.yaml").read_text()
+    assert made.decisions >= 10 and "# TODO decide: the values of `model_type`" in made.text
+    kept = [line for line in original.splitlines() if not re.match(r"\s*(name|model_types|model_type):", line)]
+    assert all(line in made.text.splitlines() for line in kept)
+    files, wanted = built(tmp_path / "another.yaml"), built(root("specs") / f"{spec}.yaml")
+    assert files["attention.py"].replace("another", spec) == wanted["attention.py"]
+    assert load_spec(tmp_path / "another.yaml").model.checkpoint.model_types == ["another"]
+
+
+UNKNOWN = {
+    "olmo2": ("llama", ()),
+    "phi3": ("llama", ()),
+    "mixtral": ("qwen3_moe", ()),
+    "qwen2_moe": ("qwen3_moe", ()),
+    "deepseek_v3": ("qwen3_moe", ("kv_lora_rank", "q_lora_rank", "n_group", "routed_scaling_factor", "rope_interleave")),
+    "gemma2": ("qwen3", ()),
+    "granite": ("llama", ()),
+    "cohere": ("llama", ("layer_norm_eps",)),
+    "gpt2": ("llama", ("n_positions", "layer_norm_epsilon")),
+    "mamba2": (None, ("state_size", "conv_kernel")),
+    "falcon_h1": (None, ("mamba_d_state", "mlp_multipliers")),
+    "lfm2": (None, ("conv_L_cache",)),
+    "llama4_text": (None, ("attention_chunk_size", "attn_temperature_tuning")),
+    "dbrx": (None, ("attn_config.clip_qkv",)),
+}
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_unknown_families_get_a_draft_that_says_what_it_lacks(model_type, tmp_path):
+    nearest, unsupported = UNKNOWN[model_type]
+    fields = {"attn_config": {"clip_qkv": 8.0}} if model_type == "dbrx" else {}
+    path = config_class(model_type, tmp_path, **fields)
+    made, source = draft("drafted", None, path)
+    assert "which is the nearest family" in source
+    assert nearest is None or f"/{nearest}.yaml" in source, source
+    write(tmp_path / "drafted.yaml", made.text, force=False)
+    built(tmp_path / "drafted.yaml")
+    for field in unsupported:
+        assert any(line.startswith(f"{field}: ") for line in made.unsupported), (field, made.unsupported)
+        assert f"#   {field}: " in made.text
+    assert made.decisions > 10 and f'model_types: ["{model_type}"]' in made.text
+
+
+def test_every_field_of_a_config_is_read_or_named(tmp_path):
+    """What the draft does not read, it names: the engine would refuse each of them."""
+    from flexgen.new.config import read
+    from flexgen.new.reads import fit, leaves
+
+    for model_type in UNKNOWN:
+        path = config_class(model_type, tmp_path)
+        made, _ = draft("drafted", None, path)
+        (tmp_path / "drafted.yaml").write_text(made.text)
+        left = fit(load_spec(tmp_path / "drafted.yaml"), read(path)).unread
+        assert all(f"{field}: " in made.text for field in left), (model_type, left)
+        assert set(left) <= {field for field, _ in leaves(read(path).text)}
+
+
+def test_marks_stand_where_the_config_differs(tmp_path):
+    path = config_class("gpt2", tmp_path)
+    text = draft("drafted", None, path)[0].text
+    assert "  # TODO decide: config.json states no `hidden_size`; is `n_embd` the same?\n  hidden: n_embd\n" in text
+    assert "# TODO decide: hidden_act is None, and must be 'silu' in " in text
+    gemma = draft("drafted", None, config_class("gemma2", tmp_path))[0].text
+    assert "`attn_logit_softcapping: 50.0` is read by nothing: a soft cap on attention scores, see `attention.*.softcap`" in gemma
+
+
+def test_a_known_type_that_no_spec_describes_starts_from_its_family(tmp_path):
+    config = {**tiny("gemma4_moe"), "num_kv_shared_layers": 2}
+    made, source = draft("drafted", None, dump(config, tmp_path))
+    assert "gemma4_moe.yaml, which is the nearest family" in source
+    assert "# TODO decide: num_kv_shared_layers is 2, and must be 0 in " in made.text
+
+
+def test_a_file_name_cannot_break_out_of_the_comment(tmp_path):
+    path = tmp_path / "a\nname: b\u2028.json"
+    path.write_text(json.dumps({**tiny("llama"), "model_type": "odd", "x\ny: z": 1}))
+    made, _ = draft("drafted", None, path)
+    assert "a?name: b?.json" in made.text and "x?y: z: 1" in made.text
+
+
+def test_an_unread_field_of_a_known_family_is_named(tmp_path):
+    made, source = draft("drafted", None, dump({**tiny("llama"), "strange": [1, {"a": "b\n# c"}]}, tmp_path))
+    assert "describes this config" in source
+    assert "# TODO decide: `strange: " in made.text and made.decisions == 1
+
+
+def test_nested_text_of_an_unknown_family(tmp_path):
+    config = {**tiny("llama"), "model_type": "inner"}
+    path = dump({"model_type": "outer", "llm_config": config}, tmp_path)
+    made, _ = draft("drafted", None, path)
+    assert '  text_config: llm_config\n  model_types: ["inner", "outer"]' in made.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{\n  "model_type": "llama",\n  oops\n}', r"config\.json:3:3: this is not JSON"),
+        (b"[1, 2]", "holds a list, and a config.json is an object"),
+        (b"7", "holds a number"),
+        (b"\xff\xfe", "byte 0 is not UTF-8"),
+        (b"{}", "has no `model_type`"),
+        (b'{"model_type": 3}', "has no `model_type`"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"model_type": "llama", "rope_parameters": 3}', "rope_parameters is 3"),
+    ],
+)
+def test_configs_that_are_none(content, message, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(Exception, match=message) as raised:
+        draft("drafted", None, tmp_path)
+    assert type(raised.value).__name__ in ("ConfigFileError", "ConfigError")
+
+
+def test_odd_values_make_no_traceback(tmp_path):
+    """Types that no config has: the draft names them, and stays a spec."""
+    for field in ("hidden_size", "layer_types", "rope_parameters", "num_experts"):
+        for value in ([], [[1]], {"a": {"b": None}}, -1e300, "quote\" ' # {}\n- x"):
+            if field == "rope_parameters" and not isinstance(value, dict):
+                continue
+            made, _ = draft("drafted", None, dump({**tiny("llama"), "model_type": "odd", field: value}, tmp_path))
+            assert "name: drafted" in made.text
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ConfigFileError, match="does not exist"):
+        draft("drafted", None, tmp_path / "config.json")
+    with pytest.raises(UsageError, match="exactly one of --from"):
+        draft("drafted", None, None)
+    with pytest.raises(UsageError, match="no spec `nope`"):
+        draft("drafted", "nope", None)
+    for name in ("Upper", "../up", "a b", "1a", "a" * 41, ""):
+        with pytest.raises(UsageError, match="cannot name a spec"):
+            draft(name, "llama", None)
+
+
+def test_writes_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "mine.yaml"
+    write(path, "first\n", force=False)
+    with pytest.raises(UsageError, match=r"is there already.*--force"):
+        write(path, "second\n", force=False)
+    assert path.read_text() == "first\n"
+    write(path, "second\n", force=True)
+    assert path.read_text() == "second\n"
+    with pytest.raises(UsageError, match="is no directory"):
+        write(tmp_path / "no" / "mine.yaml", "x", force=False)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_command_line(tmp_path):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flexgen", "new", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    made = run("mine", "--from", "llama")
+    assert made.returncode == 0 and "wrote mine.yaml" in made.stdout and (tmp_path / "mine.yaml").exists()
+    again = run("mine", "--from", "llama")
+    assert again.returncode == 2 and "--force" in again.stderr
+    (tmp_path / "config.json").write_text("{,}")
+    (tmp_path / "specs").mkdir()
+    bad = run("other", "--config", "config.json")
+    assert bad.returncode == 3 and bad.stderr.startswith("error: config.json:1:2: this is not JSON")
+    assert "Traceback" not in bad.stderr and not list((tmp_path / "specs").iterdir())
