@@ -26,6 +26,11 @@ class LowRank:
     b: Tensor
     scale: float
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        return self.b.shape[0], self.a.shape[1]
+
     def delta(self) -> Tensor:
         """(O, I) in fp32."""
         return self.scale * (self.b.float() @ self.a.float())
@@ -41,12 +46,16 @@ class ExpertLowRank:
     scale: float
     experts: int
 
-    def delta(self) -> Tensor:
-        """(E, O, I) in fp32."""
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, O, I)."""
+        return self.experts, self.b.shape[0], self.a.shape[1]
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """b (E, O, r) and a (E, r, I) in fp32, whose product times `scale` is the update."""
         rank = self.a.shape[0] // self.experts
-        a = self.a.float().view(self.experts, rank, -1)
         b = self.b.float().view(self.b.shape[0], rank, self.experts)
-        return self.scale * torch.einsum("ore,eri->eoi", b, a)
+        return b.permute(2, 0, 1).contiguous(), self.a.float().view(self.experts, rank, -1)
 
 
 Deltas = Mapping[str, Sequence[LowRank | ExpertLowRank]]
@@ -68,7 +77,8 @@ def merge_rows(out: Tensor, base: Tensor, rows: Mapping[str, int], deltas: Delta
             part = base[start : start + count]
             total = part.float()
             for update in updates:
-                total = total + _fitting(update.delta(), part, module)
+                _check_fits(update, part.shape, module)
+                total = total + update.delta()
             out[start : start + count] = total.to(out.dtype)
             changed += 1
         start += count
@@ -85,15 +95,17 @@ def merge_experts(
     interleaved updates. Updates of `per_expert` modules, `*` the expert, belong to one expert's rows, module after module.
     Raises AdapterError where an update's shape is not its target's.
     """
-    out.copy_(base)
     parts = [_expert_updates(name, base.shape[0], deltas) for name in per_expert]
     whole = deltas.get(stacked, ())
     if not whole and not any(parts):
+        out.copy_(base)
         return 0
     total = base.to(torch.float32, copy=True)
     total_EOI = total.transpose(1, 2) if transposed else total
     for update in whole:
-        total_EOI += _fitting(update.delta(), total_EOI, stacked)
+        _check_fits(update, total_EOI.shape, stacked)
+        b, a = update.factors()
+        total.baddbmm_(*((a.mT, b.mT) if transposed else (b, a)), alpha=update.scale)
     for index, (name, updates) in enumerate(zip(per_expert, parts)):
         _add_per_expert(total_EOI.chunk(len(parts), dim=1)[index], updates, name)
     out.copy_(total.to(out.dtype))
@@ -109,9 +121,7 @@ def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank]], 
     """Add updates to their experts' matrices, all of one rank in one batched product."""
     by_rank: dict[int, list[tuple[int, LowRank]]] = {}
     for expert, update in updates:
-        shape = (*update.b.shape[:1], *update.a.shape[1:])
-        if shape != target_EOI.shape[1:] or update.a.shape[0] != update.b.shape[1]:
-            raise _misfit(name.replace("*", str(expert)), shape, target_EOI.shape[1:])
+        _check_fits(update, target_EOI.shape[1:], name.replace("*", str(expert)))
         by_rank.setdefault(update.a.shape[0], []).append((expert, update))
     for same in by_rank.values():
         a = torch.stack([update.a.float() for _, update in same])
@@ -120,14 +130,9 @@ def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank]], 
         target_EOI.index_add_(0, experts, b @ a)
 
 
-def _fitting(delta: Tensor, target: Tensor, module: str) -> Tensor:
-    if delta.shape != target.shape:
-        raise _misfit(module, delta.shape, target.shape)
-    return delta
-
-
-def _misfit(module: str, found: Sequence[int], wanted: Sequence[int]) -> AdapterError:
-    return AdapterError(
-        f"the adapter's update of {module} has shape {tuple(found)}, and the weight has {tuple(wanted)}: "
-        "it was trained on another model or orientation"
-    )
+def _check_fits(update: LowRank | ExpertLowRank, wanted: Sequence[int], module: str) -> None:
+    if update.shape != tuple(wanted):
+        raise AdapterError(
+            f"the adapter's update of {module} has shape {update.shape}, and the weight has {tuple(wanted)}: "
+            "it was trained on another model or orientation"
+        )
