@@ -21,7 +21,7 @@ class BuildWithAssets(build_py):
         for name in ASSETS:
             target = Path(self.build_lib) / "flexgen" / "_assets" / name
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", ".building"))
 
 
 setup(cmdclass={"build_py": BuildWithAssets})

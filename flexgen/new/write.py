@@ -33,10 +33,11 @@ def draft(name: str, spec: str | None, config: Path | None) -> tuple[Draft, str]
 
 def _from_config(name: str, path: Path) -> tuple[Draft, str]:
     from flexgen.new.config import read
-    from flexgen.new.described import from_config
-    from flexgen.new.reads import fit
 
     given = read(path)
+    from flexgen.new.described import from_config  # these two read as the engine does, which brings torch
+    from flexgen.new.reads import fit
+
     specs = [_load(spec) for spec in find_specs([])]
     fits = [(spec, fit(spec, given)) for spec in specs]
     spec, found = min(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from flexgen.render.swap import recover, staging, swap
 
 Change = Literal["MISSING", "CHANGED", "EXTRA", "HAND-EDITED"]
 
@@ -41,39 +41,27 @@ def compare(folder: Path, files: dict[str, str]) -> list[Difference]:
 def write(folder: Path, files: dict[str, str]) -> list[Path]:
     """Make a package what its spec makes. -> the files written or removed.
 
-    The new package is made beside the old one and swapped in by renames, so a reader finds one or the other whole.
-    Files that the old manifest names and the spec no longer makes are removed; anything else is left alone.
+    The new package is made beside the old one and takes its place at once, so that a reader, and a kill, finds one or the
+    other whole (`flexgen.render.swap`). Files that the old manifest names and the spec no longer makes are removed;
+    anything else is left alone.
     """
+    recover(folder.parent)
     changed = [d.path for d in compare(folder, files) if d.change != "EXTRA"]
     orphans = [folder / name for name in _recorded(folder) if name not in files and (folder / name).exists()]
     if not changed and not orphans:
         return []
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with staging(folder) as staged:
         if folder.exists():
-            shutil.copytree(folder, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(folder, staged, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         for orphan in orphans:
-            (staging / orphan.name).unlink()
+            (staged / orphan.name).unlink()
         for name, text in files.items():
-            target = staging / name
+            target = staged / name
             if not target.exists() or target.read_bytes() != text.encode():
                 target.write_bytes(text.encode())
-        staging.chmod(0o755)
-        _swap(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        staged.chmod(0o755)
+        swap(staged, folder)
     return changed + orphans
-
-
-def _swap(staging: Path, folder: Path) -> None:
-    if not folder.exists():
-        os.rename(staging, folder)
-        return
-    retired = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) / "old"
-    os.rename(folder, retired)
-    os.rename(staging, folder)
-    shutil.rmtree(retired.parent, ignore_errors=True)
 
 
 def _recorded(folder: Path) -> dict[str, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from project import SPECS as PROJECT_SPECS
+from project import Project
 
 from flexgen.assets import root
 from flexgen.compile import check, find_specs
@@ -82,23 +85,153 @@ def test_differences_are_named(tmp_path):
     assert found == {"walker.py": "HAND-EDITED", "merge.py": "MISSING", "stray.py": "EXTRA"}
 
 
-def test_compiler_imports_no_torch():
-    code = "import sys; import flexgen.cli; from flexgen.compile import *; [check(p) for p in find_specs([])]; " + (
-        "print([m for m in ('torch', 'transformers', 'jinja2', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+IMPORTED = "print(*sorted({'torch', 'transformers', 'jinja2', 'numpy'} & sys.modules.keys()))"
 
 
-def test_crlf_and_hash_seed_change_nothing(tmp_path):
-    text = (root("specs") / "gemma4_moe.yaml").read_bytes().replace(b"\n", b"\r\n")
-    path = tmp_path / "gemma4_moe.yaml"
-    path.write_bytes(text)
-    out = tmp_path / "out"
-    for seed in ("0", "1"):
-        command = [sys.executable, "-m", "flexgen", "build", str(path), "--out", str(out / seed)]
-        subprocess.run(
-            command, check=True, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path.cwd())}, capture_output=True
-        )
-        for name, expected in files_of("gemma4_moe").items():
-            assert (out / seed / "gemma4_moe" / name).read_text() == expected
+def imported_by(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\n{IMPORTED}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_check_imports_neither_torch_nor_jinja():
+    assert imported_by("from flexgen.cli import app\napp(['check'], standalone_mode=False)") == []
+
+
+def test_build_imports_no_torch(tmp_path):
+    code = f"from flexgen.cli import app\napp(['build', '--out', {str(tmp_path)!r}], standalone_mode=False)"
+    assert imported_by(code) == ["jinja2"]
+
+
+# ---------------------------------------------------------------- the same bytes everywhere
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path / "project")
+
+
+def generated(project: Project) -> dict[str, bytes]:
+    folder = project.folder / "generated"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.glob("*/*.*"))}
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
+def test_hash_seeds_and_working_directories_change_nothing(seed, project, tmp_path):
+    """One seed a directory: the project, a folder in it, and one elsewhere."""
+    before = generated(project)
+    shutil.rmtree(project.folder / "generated")
+    where = {"0": project.folder, "1": project.folder / "specs", "4294967295": tmp_path}[seed]
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(project.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-m", "flexgen", "build"], cwd=where, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert generated(project) == before and len(before) == 4 * len(PROJECT_SPECS)
+
+
+def test_a_checkout_with_crlf_changes_nothing(project):
+    before = generated(project)
+    for path in [*project.folder.glob("specs/*"), *project.folder.glob("templates/**/*.j2")]:
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    shutil.rmtree(project.folder / "generated")
+    assert project.flexgen("build").returncode == 0
+    assert generated(project) == before
+
+
+def test_a_crlf_checkout_of_generated_code_is_no_drift(project):
+    for path in project.folder.glob("generated/*/*.*"):
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert project.flexgen("build", "--check").returncode == 0
+
+
+# ---------------------------------------------------------------- drift
+
+
+def spec_change(project: Project) -> None:
+    project.edit("specs/llama.yaml", "cast: before", "cast: after")
+
+
+def template_change(project: Project) -> None:
+    project.edit("templates/merge.py.j2", "Where adapters of", "Where the adapters of")
+
+
+def edit_of_code(project: Project) -> None:
+    project.edit("generated/qwen3/walker.py", "dims.eps", "1e-3")
+
+
+def missing_file(project: Project) -> None:
+    (project.folder / "generated/llama/merge.py").unlink()
+
+
+def several(project: Project) -> None:
+    """Each where the others are not."""
+    spec_change(project)
+    edit_of_code(project)
+    (project.folder / "generated/qwen3_moe/stray.py").write_text("")
+    shutil.copytree(project.folder / "generated/llama", project.folder / "generated/older")
+
+
+DRIFT = {
+    template_change: {f"CHANGED generated/{name}/merge.py: flexgen build specs/{name}.yaml" for name in PROJECT_SPECS},
+    missing_file: {"MISSING generated/llama/merge.py: flexgen build specs/llama.yaml"},
+    several: {
+        "CHANGED generated/llama/walker.py: flexgen build specs/llama.yaml",
+        "HAND-EDITED generated/qwen3/walker.py: flexgen build specs/qwen3.yaml",
+        "EXTRA generated/qwen3_moe/stray.py: remove generated/qwen3_moe/stray.py",
+        "EXTRA generated/older: no spec makes it; remove the folder",
+    },
+}
+
+
+@pytest.mark.parametrize("drift", DRIFT, ids=lambda drift: drift.__name__)
+def test_drift_is_named_with_the_command_that_ends_it(drift, project):
+    drift(project)
+    before = generated(project)
+    done = project.flexgen("build", "--check")
+    assert done.returncode == 1
+    lines = {line.replace(f"{project.folder}/", "") for line in done.stdout.splitlines() if "manifest.json" not in line}
+    assert lines == DRIFT[drift]
+    assert generated(project) == before
+
+
+def test_a_dry_run_lists_the_same_and_writes_nothing(project):
+    several(project)
+    before = generated(project)
+    dry = project.flexgen("build", "--dry-run")
+    assert dry.returncode == 0 and dry.stdout == project.flexgen("build", "--check").stdout
+    assert generated(project) == before
+
+
+# ---------------------------------------------------------------- templates that are wrong
+
+WRONG = {
+    "undefined": ("    return x_TD\n", "    return {{ no_such_name }}\n", "'no_such_name' is undefined"),
+    "attribute": ("{{ kind.function }}", "{{ kind.funktion }}", "no attribute 'funktion'"),
+    "syntax": ("{% for kind in arch.kinds %}", "{% for kind arch.kinds %}", "expected token 'in', got 'arch'"),
+    "filter": ("| tuple }}", "| tupel }}", "No filter named 'tupel'."),
+    "type": ("{{ arch.name }}", "{{ arch.name + 1 }}", "can only concatenate str"),
+    "include": ("partials/head.j2", "partials/hat.j2", "partials/hat.j2"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_template_error_names_template_line_spec_and_variable(mistake):
+    good, bad, message = WRONG[mistake]
+    name = "attention.py.j2" if mistake == "type" else "walker.py.j2"
+    templates = rendering.read_templates(root("templates"))
+    line = templates[name][: templates[name].index(good)].count("\n") + 1
+    templates[name] = templates[name].replace(good, bad, 1)
+    architecture = check(root("specs") / "llama.yaml").architecture
+    with pytest.raises(rendering.RenderError) as raised:
+        rendering.render(architecture, templates)
+    text = str(raised.value)
+    assert text.startswith(f"templates/{name}:{line}: ") and text.endswith("(rendering specs/llama.yaml)")
+    assert message in text and "jinja" not in text.lower()
+
+
+def test_a_template_error_ends_a_build_before_it_writes(project):
+    project.edit("templates/walker.py.j2", *WRONG["undefined"][:2])
+    before = generated(project)
+    done = project.flexgen("build")
+    assert done.returncode == 3 and done.stderr.startswith("error: templates/walker.py.j2:")
+    assert "'no_such_name' is undefined (rendering specs/llama.yaml)" in done.stderr and "Traceback" not in done.stderr
+    assert generated(project) == before

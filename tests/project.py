@@ -24,7 +24,7 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        ignore = shutil.ignore_patterns("__pycache__", "runtime", "verify")
+        ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "flexgen", folder / "flexgen", ignore=ignore)
         shutil.copytree(ROOT / "templates", folder / "templates")
         for name in SPECS:
