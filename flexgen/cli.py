@@ -223,6 +223,33 @@ def demo() -> None:
 
 
 @app.command()
+def bench(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="Names of shapes; none: all.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="decode or rollout; repeat for both.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch sizes of decode; repeat for more.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="flexgen or transformers; repeat for both.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Only the first layers, for a try on a small machine.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the figures, one JSON each.")] = Path("benchmarks/results/engines"),
+    profile: Annotated[bool, typer.Option("--profile", help="Instead: which kernels take a decode step.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Instead: write RESULTS.md and plots from the figures.")] = False,
+) -> None:
+    """Measure tokens a second and memory of full-size models with random weights."""
+    from rich.console import Console
+
+    from flexgen.bench.command import run_bench, run_profile
+    from flexgen.bench.page import write_page
+    from flexgen.bench.results import load_results
+
+    if page:
+        for path in write_page(load_results(out), out.parent.parent):
+            print(f"wrote {path}")
+    elif profile:
+        run_profile(Console(), models, batch, layers, out)
+    else:
+        run_bench(Console(), models, workload, batch, engine, layers, out)
+
+
+@app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     prompt: Annotated[list[str] | None, typer.Option("-p", "--prompt", help="A prompt; repeat for more.")] = None,

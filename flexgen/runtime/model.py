@@ -100,13 +100,13 @@ class Model:
         model.load_seconds = time.perf_counter() - started
         return model
 
-    def _table(self, kind: str) -> list[Weight]:
+    def table(self, kind: str) -> list[Weight]:
         return [weight for rows in self.package.walker.WEIGHTS[kind] for weight in rows(self.dims)]
 
     @torch.no_grad()
     def _allocate(self, kind: str) -> Layer:
         tensors: dict[str, Tensor | None] = {}
-        for weight in self._table(kind):
+        for weight in self.table(kind):
             if not weight.present:
                 tensors[weight.role] = None
             elif weight.same_as is not None:
@@ -118,18 +118,18 @@ class Model:
 
     def storages(self) -> Iterator[tuple[Layer, Weight, int | None]]:
         """Every weight that has storage of its own: its layer object, its row of the table, its layer's index."""
-        for weight in self._table("model"):
+        for weight in self.table("model"):
             if weight.present and weight.same_as is None:
                 yield self.weights, weight, None
         for index, (layer, kind) in enumerate(zip(self.layers, self.dims.kinds, strict=True)):
-            for weight in self._table(kind):
+            for weight in self.table(kind):
                 if weight.present:
                     yield layer, weight, index
 
     def _fill(self, checkpoint: Checkpoint) -> LoadReport:
         for layer, weight, index in self.storages():
             fill(getattr(layer, weight.role), weight, index, checkpoint)
-        for weight in self._table("model"):
+        for weight in self.table("model"):
             if weight.same_as is not None:
                 check_tied(getattr(self.weights, weight.role), weight, checkpoint)
         return checkpoint.finish()

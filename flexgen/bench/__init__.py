@@ -1,0 +1,1 @@
+"""Speed and memory of full-size engines with random weights: shapes, workloads, the bound, results and their page."""

@@ -1,0 +1,105 @@
+"""What `flexgen bench` does with its arguments, and the tables it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flexgen.bench.engines import ENGINES, Flexgen
+from flexgen.bench.peers import VLLM
+from flexgen.bench.profile import profile
+from flexgen.bench.results import Result
+from flexgen.bench.run import measure
+from flexgen.bench.shapes import SHAPES, shape
+from flexgen.bench.workloads import BATCHES, WORKLOADS, Workload
+
+_SHOWN_KERNELS = 25
+
+
+def run_bench(
+    console: Console,
+    models: Sequence[str] | None,
+    workloads: Sequence[str] | None,
+    batches: Sequence[int] | None,
+    engines: Sequence[str] | None,
+    layers: int | None,
+    out: Path,
+) -> None:
+    """Measure every combination, save each figure when it is there, print them as a table."""
+    plan = _plan(workloads or list(WORKLOADS), batches)
+    for model in _known(models):
+        for engine in engines or ["flexgen"]:
+            if engine not in ENGINES:
+                raise ValueError(f"no engine {engine!r} to measure; there are {', '.join(ENGINES)}")
+            most = max(batch for _, batch in plan)
+            options = {"max_num_seqs": most} if engine == "flexgen" else {}
+            table = _table(f"{model}, {engine}", "workload", "batch", "tok/s", "bound", "vLLM", "experts", "peak GiB")
+            result = None
+            for result in measure(engine, model, plan, layers, **options):
+                result.save(out)
+                table.add_row(*_cells(result))
+            console.print(table)
+            startup = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.startup_seconds.items())
+            console.print(f"start-up: {startup}; without a graph: {', '.join(result.uncaptured) or 'nothing'}")
+
+
+def run_profile(
+    console: Console, models: Sequence[str] | None, batches: Sequence[int] | None, layers: int | None, out: Path
+) -> None:
+    """Print where a decode step's time goes, and write a trace for each model and batch."""
+    out.mkdir(parents=True, exist_ok=True)
+    for model in _known(models):
+        running = Flexgen(
+            model, layers, cudagraph_capture_sizes=list(batches or (1,)), max_num_seqs=max(batches or (1,))
+        )
+        for batch in batches or (1,):
+            wall, groups, kernels = profile(running, batch, out / f"trace-{model}-{batch}.json")
+            table = _table(
+                f"{model}, batch {batch}: {wall:.0f} us a step", "kernel", "calls", "us", "share", "of 4.15 TB/s"
+            )
+            for line in (*groups, *kernels[:_SHOWN_KERNELS]):
+                bandwidth = "" if line.bandwidth is None else f"{line.bandwidth:.0%}"
+                share = f"{line.microseconds / wall:.1%}"
+                table.add_row(line.name[:90], f"{line.calls:.1f}", f"{line.microseconds:.1f}", share, bandwidth)
+            console.print(table)
+        running.close()
+
+
+def _known(models: Sequence[str] | None) -> list[str]:
+    for model in models or ():
+        shape(model)
+    return list(models or SHAPES)
+
+
+def _plan(workloads: Sequence[str], batches: Sequence[int] | None) -> list[tuple[Workload, int]]:
+    plan = []
+    for name in workloads:
+        if name not in WORKLOADS:
+            raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+        chosen = batches if batches and name == "decode" else BATCHES[name]
+        plan += [(WORKLOADS[name], batch) for batch in chosen]
+    return plan
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    bound, peer = result.bound_tokens_per_second, VLLM.get(result.model, {}).get((result.workload, result.batch))
+    rate = result.tokens_per_second
+    return (
+        result.workload,
+        str(result.batch),
+        f"{rate:.1f}",
+        f"{rate / bound:.0%}" if bound else "",
+        f"{rate / peer:.2f} x" if peer else "",
+        f"{result.experts_touched:.1f}" if result.experts_touched else "",
+        f"{result.peak_bytes / 2**30:.1f}",
+    )

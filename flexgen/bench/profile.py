@@ -1,0 +1,84 @@
+"""Where the time of a decode step goes: a trace, and a table of kernels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen.bench.bound import H200_BYTES_PER_SECOND, step_bytes
+from flexgen.bench.workloads import DECODE
+
+_STEPS = 24
+
+_GROUPS = (
+    ("experts", ("_gate_up_kernel", "_down_kernel")),
+    ("attention", ("_attend_kernel", "_merge_kernel")),
+    ("state", ("_delta_kernel",)),
+    ("matrix products", ("gemm", "nvjet", "gemv", "cutlass", "splitK", "cublas")),
+)
+"""Kernels that read weights, keys, values or state; everything else moves activations."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kernel, or group of kernels: calls and microseconds of a step, and the share of bandwidth if it is known."""
+
+    name: str
+    calls: float
+    microseconds: float
+    bandwidth: float | None = None
+
+
+def profile(running: Any, batch: int, trace: Path | None = None) -> tuple[float, list[Line], list[Line]]:
+    """(wall-clock microseconds a step, groups, kernels by time) of decode at `batch`; writes a Chrome trace to `trace`."""
+    workload = replace(DECODE, new=_STEPS + 1)
+    running.generate(DECODE.prompts(batch, run=0), workload)
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    engine = running.llm.llm_engine
+    groups = [engine.add(str(row), ids, workload.params()) for row, ids in enumerate(DECODE.prompts(batch, run=1))]
+    engine.step()
+    engine.step()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.profiler.profile(activities=activities) as recorded:
+        steps = engine.metrics.decode_steps
+        begin.record()
+        for _ in range(_STEPS // 2):
+            engine.step()
+        end.record()
+        torch.cuda.synchronize()
+        steps = engine.metrics.decode_steps - steps
+    for group in groups:
+        engine.abort(group)
+    if trace is not None:
+        recorded.export_chrome_trace(str(trace))
+    kernels = sorted(_kernels(recorded, steps), key=lambda line: -line.microseconds)
+    read = step_bytes(running.model, batch, DECODE.prompt + _STEPS / 2, running.experts_touched(batch))
+    of_group = {"experts": read.experts, "attention": read.pages, "state": read.state, "matrix products": read.dense}
+    return begin.elapsed_time(end) * 1e3 / steps, _grouped(kernels, of_group), kernels
+
+
+def _kernels(recorded: Any, steps: int) -> list[Line]:
+    return [
+        Line(event.key, event.count / steps, event.device_time_total / steps)
+        for event in recorded.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time_total > 0
+    ]
+
+
+def _grouped(kernels: list[Line], read: dict[str, int]) -> list[Line]:
+    members: dict[str, list[Line]] = defaultdict(list)
+    for line in kernels:
+        members[next((name for name, parts in _GROUPS if any(part in line.name for part in parts)), "the rest")].append(
+            line
+        )
+    lines = []
+    for name, of_group in members.items():
+        calls, taken = (sum(getattr(line, field) for line in of_group) for field in ("calls", "microseconds"))
+        share = read[name] / (taken * 1e-6) / H200_BYTES_PER_SECOND if name in read else None
+        lines.append(Line(name, calls, taken, share))
+    return sorted(lines, key=lambda line: -line.microseconds)

@@ -1,0 +1,77 @@
+"""One measured figure, and the JSON file that keeps it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Result:
+    """tokens_per_second counts generated tokens over the whole call; bytes are of device memory.
+
+    bound_tokens_per_second and experts_touched (distinct experts of a layer in a step, on average) are of the decode
+    steps at their mean length. None: not known for this engine.
+    """
+
+    engine: str
+    model: str
+    workload: str
+    batch: int
+    tokens_per_second: float
+    bound_tokens_per_second: float | None
+    experts_touched: float | None
+    peak_bytes: int
+    weight_bytes: int
+    kv_bytes: int | None
+    startup_seconds: dict[str, float]
+    uncaptured: list[str]
+    device: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+
+    @property
+    def name(self) -> str:
+        """What the file is called."""
+        return f"{self.workload}-{self.model}-{self.batch}-{self.engine}.json"
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / self.name
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+
+def load_results(folder: Path) -> list[Result]:
+    """Every figure in a folder, in order of its file name."""
+    return [Result(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def commit() -> str:
+    """The commit of the working tree, `unknown` outside a repository."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -1,0 +1,65 @@
+"""Measure engines: build one, run its workloads, keep the figures."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from flexgen.bench.engines import ENGINES
+from flexgen.bench.results import Result, commit, device_name, versions
+from flexgen.bench.workloads import Workload
+
+_WARM_UP_TOKENS = 16
+
+
+def measure(
+    engine: str, model: str, plan: Sequence[tuple[Workload, int]], layers: int | None = None, **options: Any
+) -> Iterator[Result]:
+    """Yield the figure of each (workload, batch) of `plan`, all on one engine. Raises ValueError for an unknown name."""
+    if engine not in ENGINES:
+        raise ValueError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+    running = ENGINES[engine](model, layers, **options)
+    try:
+        for workload, batch in plan:
+            rate = throughput(running, workload, batch)
+            yield Result(
+                engine=engine,
+                model=model if layers is None else f"{model}-{layers}-layers",
+                workload=workload.name,
+                batch=batch,
+                tokens_per_second=rate,
+                bound_tokens_per_second=running.bound(batch, workload),
+                experts_touched=running.experts_touched(batch),
+                peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+                weight_bytes=running.weight_bytes,
+                kv_bytes=running.kv_bytes,
+                startup_seconds=running.startup_seconds,
+                uncaptured=running.uncaptured,
+                device=device_name(),
+                versions=versions(),
+                commit=commit(),
+                command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            )
+    finally:
+        running.close()
+
+
+def throughput(running: Any, workload: Workload, batch: int) -> float:
+    """Generated tokens a second of the whole call: the median of the workload's repeats after one warm-up."""
+    warm_up = workload if workload.repeats > 1 else replace(workload, new=_WARM_UP_TOKENS)
+    running.generate(workload.prompts(batch, run=0), warm_up)
+    rates = []
+    for run in range(1, workload.repeats + 1):
+        prompts = workload.prompts(batch, run)
+        started = time.perf_counter()
+        tokens = running.generate(prompts, workload)
+        rates.append(tokens / (time.perf_counter() - started))
+    return median(rates)
