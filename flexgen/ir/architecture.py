@@ -38,6 +38,7 @@ class NormCall:
     function: str
     gain: str
     eps: str
+    why: str | None
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class LayerInput:
     size: str
     statements: tuple[Statement, ...]
     path: str
+    why: str | None
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ class Head:
     norm: NormCall
     weight: str
     softcap: str | None
+    why: str | None
 
 
 @dataclass(frozen=True)

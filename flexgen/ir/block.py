@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexgen.ir import architecture as ir
-from flexgen.ir.parts import Parts
+from flexgen.ir.parts import Parts, norm_why
 from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
@@ -78,7 +78,7 @@ class Block:
             message = f"`{name}` ends with width {_shown(value.width)}, and its `size` is {_shown(size)}"
             self.problems.add("SPEC017", message, (*at, "size"))
         self._view = None
-        return ir.LayerInput(name, value.name, size, tuple(statements), ".".join(at))
+        return ir.LayerInput(name, value.name, size, tuple(statements), ".".join(at), entry.why)
 
     _view: tuple[str, str] | None = None
 
@@ -138,7 +138,7 @@ class Block:
         if gain and step.weight is not None:
             self._own(role, (_d(value.width),), ((f"{self.prefix}{step.weight}.weight", _d(value.width)),), path)
         out = Value(self._out(base, value.width), value.width)
-        return out, [ir.Statement("norm", out.name, value.name, _dotted(path), norm=call, comment=step.why)]
+        return out, [ir.Statement("norm", out.name, value.name, _dotted(path), norm=call, comment=norm_why(step, call))]
 
     def _linear(
         self, step: models.LinearStep, path: SpecPath, value: Value, base: str
@@ -146,6 +146,9 @@ class Block:
         role = _role(step.linear)
         if self._view:
             width, rows = self._view[1], f"{self._view[0]} * {self._view[1]}"
+            if step.size is not None:
+                message = "`size` has no effect here: every slice of a layer input has the input's own `size`"
+                self.problems.add("SPEC010", message, (*path, "size"), key=True, help="remove it")
         else:
             if step.size is None:
                 self.problems.add("SPEC005", "a linear step needs its `size`", path, help="add `size: DIM`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexgen.ir import architecture as ir
+from flexgen.ir.effects import check_attention
 from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
@@ -52,9 +53,8 @@ class Parts:
             message = f"a norm with gain {entry.gain} and cast {entry.cast} is not implemented"
             self.problems.add("SPEC025", message, (*at, "cast"), help="gain one_plus goes with cast after")
             return None
-        return ir.NormCall(
-            function, "None" if entry.gain == "none" else gain, self.scope.code(entry.eps, (*at, "eps"), "float")
-        )
+        eps = self.scope.code(entry.eps, (*at, "eps"), "float")
+        return ir.NormCall(function, "None" if entry.gain == "none" else gain, eps, entry.why)
 
     def has_gain(self, name: str) -> bool:
         """Whether a named norm has a weight."""
@@ -164,6 +164,7 @@ class Parts:
         return name
 
     def _check_attention(self, name: str, entry: models.Attention, at: SpecPath) -> None:
+        check_attention(entry, at, self.has_gain, self.problems)
         if entry.kv_of == "none":
             return
         owner = self.model.attention.get(entry.kv_of)
@@ -180,11 +181,6 @@ class Parts:
                 self.problems.add(
                     "SPEC017", message, (*at, field), note=("the owner is here", ("attention", entry.kv_of))
                 )
-        for field in ("k_norm", "v_norm", "value"):
-            if getattr(entry, field) not in ("none", "projected"):
-                message = f"`{field}` has no effect: `{name}` reads keys and values that `{entry.kv_of}` made"
-                help = f"set `{field}: {'projected' if field == 'value' else 'none'}`"
-                self.problems.add("SPEC010", message, (*at, field), key=True, help=help)
 
     # ------------------------------------------------------------ gated delta
 
@@ -266,13 +262,11 @@ class Parts:
     def _moe(self, name: str, entry: models.Moe, at: SpecPath) -> ir.Moe:
         router = entry.router
         here = (*at, "router")
+        code = self.scope.code
         layout, interleaved = self._memory_layout(entry, at)
         bias = self.scope.flag(router.bias, (*here, "bias"), prefix="d")
         normalise = self.scope.flag(router.normalise, (*here, "normalise"))
         statements, input_rows = self._router_input(name, router, here)
-        none_if_default = lambda text, field: (  # noqa: E731
-            None if text in ("none", "0") else self.scope.code(text, (*at, field), "float")
-        )
         if router.score == "none" and router.after_top_k == "none":
             message = "the router turns its logits into weights nowhere"
             self.problems.add("SPEC005", message, here, key=True, help="set `score` or `after_top_k`")
@@ -298,9 +292,9 @@ class Parts:
             gate_up_bias="None" if entry.gate_up_bias == "none" else f"w.{name}_gate_up_bias",
             down=f"w.{name}_down",
             down_bias="None" if entry.down_bias == "none" else f"w.{name}_down_bias",
-            alpha=none_if_default(entry.alpha, "alpha"),
-            limit=none_if_default(entry.limit, "limit"),
-            up_offset=none_if_default(entry.up_offset, "up_offset"),
+            alpha=self.scope.optional(entry.alpha, (*at, "alpha")),
+            limit=self.scope.optional(entry.limit, (*at, "limit")),
+            up_offset=None if entry.up_offset == "0" else code(entry.up_offset, (*at, "up_offset"), "float"),
             table=ir.WeightTable(
                 f"{name}_weights",
                 (*input_rows, *self._expert_rows(name, entry, at, layout, bias)),
@@ -332,10 +326,11 @@ class Parts:
                         "SPEC018", message, (*path, "weight"), help="remove it, or name a norm with a gain"
                     )
                 norm = self.norm(step.norm, (*path, "norm"), "None")
-                statements.append(ir.Statement("norm", "h_TD", source, where, norm=norm, comment=step.why))
+                statements.append(ir.Statement("norm", "h_TD", source, where, norm=norm, comment=norm_why(step, norm)))
             elif isinstance(step, models.GainStep):
                 role = f"{name}_input_gain"
-                rows.append(ir.Row(role, ("d.hidden",), ((self.layers + step.gain, "d.hidden"),)))
+                size = "d.hidden" if step.size is None else self.scope.code(step.size, (*path, "size"), prefix="d")
+                rows.append(ir.Row(role, (size,), ((self.layers + step.gain, size),)))
                 statements.append(ir.Statement("gain", "h_TD", source, where, weight=f"w.{role}", comment=step.why))
             elif isinstance(step, models.ScaleStep):
                 value = self.scope.code(step.scale, (*path, "scale"), "float")
@@ -435,6 +430,11 @@ class Parts:
         """The entries of a section that were used, in the spec's order."""
         order = list(getattr(self.model, section))
         return [self._built[section, name] for name in order if (section, name) in self._built]
+
+
+def norm_why(step: models.NormStep, norm: ir.NormCall | None) -> str | None:
+    """The comment of a norm's line: the step's own, else the norm's."""
+    return step.why or (norm.why if norm else None)
 
 
 def _double(size: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flexgen.ir import architecture as ir
 from flexgen.ir.block import Block
-from flexgen.ir.parts import Parts
+from flexgen.ir.effects import check_checkpoint
+from flexgen.ir.parts import Parts, norm_why
 from flexgen.ir.problems import Problems
 from flexgen.ir.schedule import schedule
 from flexgen.ir.scope import Scope
@@ -40,11 +43,11 @@ class _Resolver:
         rules = schedule(model, self.scope, self.problems)
         ropes = self._ropes()
         self._check_unused(kinds)
+        tables, kinds = _shared_tables(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)), kinds)
         dims = self.scope.dims()
         self.problems.raise_if_any()
         check_tiny(self.spec, self.scope, dims, self.problems)
         self.problems.raise_if_any()
-        tables, kinds = _shared_tables(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)), kinds)
         return ir.Architecture(
             name=model.name,
             summary=model.summary,
@@ -104,7 +107,9 @@ class _Resolver:
         same = {} if tied is False else {"same_as": embedding.role, "same_when": None if tied is True else str(tied)}
         rows.append(ir.Row(role, ("d.vocab", "d.hidden"), ((f"{entry.weight}.weight", "d.vocab"),), **same))
         softcap = self.scope.optional(entry.softcap, ("head", "softcap"))
-        return ir.Head(call or ir.NormCall("rms_norm", "None", "0"), f"w.{role}", softcap), rows
+        call = call or ir.NormCall("rms_norm", "None", "0", None)
+        call = replace(call, why=norm_why(entry.norm, call))
+        return ir.Head(call, f"w.{role}", softcap, entry.why), rows
 
     def _ropes(self) -> tuple[ir.Rope, ...]:
         found = []
@@ -140,12 +145,14 @@ class _Resolver:
 
     def _tables(self, block_rows: tuple[ir.Row, ...], model_rows: tuple[ir.Row, ...]) -> list[ir.WeightTable]:
         parts = [part.table for section in ("attention", "gdn", "mlp", "moe") for part in self.parts.built(section)]
-        fp32 = self.model.checkpoint.fp32
         tables = [
             ir.WeightTable("model_weights", model_rows, "embedding, head"),
             ir.WeightTable("block_weights", block_rows, "block"),
             *parts,
         ]
+        checkpoint = self.model.checkpoint
+        check_checkpoint(checkpoint, [row for table in tables for row in table.rows], self.problems)
+        fp32 = set(checkpoint.fp32)
         return [ir.WeightTable(t.function, tuple(_fp32(row, fp32) for row in t.rows), t.path) for t in tables]
 
     def _check_unused(self, kinds: tuple[ir.Kind, ...]) -> None:
@@ -167,10 +174,8 @@ def _rope_field(name: str) -> str:
     return name if name == "rope" else f"{name}_rope"
 
 
-def _fp32(row: ir.Row, patterns: list[str]) -> ir.Row:
-    names = {name for name, _ in row.parts}
-    keep = any(pattern in names or f"layers.*.{pattern}" in names for pattern in patterns)
-    return ir.Row(**{**row.__dict__, "fp32": True}) if keep else row
+def _fp32(row: ir.Row, names: set[str]) -> ir.Row:
+    return replace(row, fp32=True) if any(name in names for name, _ in row.parts) else row
 
 
 def _shared_tables(
@@ -190,11 +195,12 @@ def _shared_tables(
 def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tuple[ir.MergeRole, ...]:
     """The weights that adapters may change: linear modules, and stacked experts."""
     found: dict[str, ir.MergeRole] = {}
+    layer = f"{model.checkpoint.layers}."
     orders, per_expert = {}, {}
     for layouts in (layouts for moe in model.moe.values() for layouts in (moe.gate_up, moe.down)):
         modules = [name.removesuffix(".weight") for each in layouts for name in getattr(each, "per_expert", ())]
         for layout in (each for each in layouts if isinstance(each, models.StackedLayout)):
-            orders[f'"layers.*.{layout.stacked}"'], per_expert[layout.stacked] = layout, tuple(modules)
+            orders[f'"{layer}{layout.stacked}"'], per_expert[layout.stacked] = layout, tuple(modules)
     for table in tables:
         for row in table.rows:
             if row.layouts:
@@ -204,7 +210,7 @@ def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tupl
                     .rstrip(")")
                 )
                 layout = orders[name]
-                module = name.strip('"').removeprefix("layers.*.")
+                module = name.strip('"').removeprefix(layer)
                 found[row.role] = ir.MergeRole(
                     row.role,
                     module=module,
@@ -214,7 +220,7 @@ def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tupl
                 )
             elif len(row.shape) == 2 and not row.role.endswith("_router"):
                 parts = tuple(
-                    (name.removeprefix("layers.*.").removesuffix(".weight"), rows) for name, rows in row.parts
+                    (name.removeprefix(layer).removesuffix(".weight"), rows) for name, rows in row.parts
                 )
                 found.setdefault(row.role, ir.MergeRole(row.role, parts=parts, path=table.path))
     return tuple(found.values())

@@ -1,46 +1,71 @@
-"""What must hold of every generated file before it is written: it compiles, defines what it uses and uses what it imports."""
+"""What must hold of every generated file before it is written: it compiles, defines what it uses, uses what it imports,
+and its forwards are straight lines."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 
+_BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.While, ast.Match, ast.Try, ast.Assert, ast.With)
+"""A forward has none of these: the spec and the load have settled everything before it runs."""
+
+_FORWARDS = ("forward", "logits")
+
 
 def lint(text: str) -> list[str]:
-    """Problems of a module's source, one line each: syntax, undefined names, unused imports and parameters."""
+    """Problems of a module's source, one line each: syntax, undefined names, unused imports, branches in a forward."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         return [f"line {error.lineno}: {error.msg}"]
-    defined = _module_names(tree)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    problems = [f"import `{name}` is unused" for name in _imports(tree) if name not in used]
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        problems += _lint_function(function, defined)
+    imports, functions = _imports(tree), _functions(tree)
+    bodies = {function: list(ast.walk(function)) for function in functions}
+    outside = [node for statement in tree.body for node in _without_functions(statement)]
+    used = {node.id for nodes in (outside, *bodies.values()) for node in nodes if _is(node, ast.Load)}
+    problems = [f"import `{name}` is unused" for name in imports if name not in used]
+    defined = {*dir(builtins), *imports, *(node.id for node in outside if _is(node, ast.Store))}
+    defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for function, nodes in bodies.items():
+        problems += _undefined(nodes, defined)
+        if _is_forward(function):
+            problems += [f"line {node.lineno}: a forward branches" for node in nodes if isinstance(node, _BRANCHES)]
     return problems
 
 
+def _is(node: ast.AST, context: type[ast.expr_context]) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, context)
+
+
 def _imports(tree: ast.Module) -> list[str]:
+    statements = [*tree.body, *(inner for node in tree.body if isinstance(node, ast.If) for inner in node.body)]
     return [
         alias.asname or alias.name.split(".")[0]
-        for node in ast.walk(tree)
+        for node in statements
         if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__"
         for alias in node.names
     ]
 
 
-def _module_names(tree: ast.Module) -> set[str]:
-    names = set(dir(builtins)) | set(_imports(tree))
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return names
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    members = [node for owner in tree.body if isinstance(owner, ast.ClassDef) for node in owner.body]
+    return [node for node in (*tree.body, *members) if isinstance(node, ast.FunctionDef)]
 
 
-def _lint_function(function: ast.FunctionDef, defined: set[str]) -> list[str]:
-    local = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
-    local |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    local |= {a.arg for n in ast.walk(function) if isinstance(n, ast.Lambda) for a in n.args.args}
-    loads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+def _without_functions(node: ast.AST) -> list[ast.AST]:
+    """A statement's nodes, those of the functions in it left out."""
+    if isinstance(node, ast.FunctionDef):
+        return []
+    return [node, *(inner for child in ast.iter_child_nodes(node) for inner in _without_functions(child))]
+
+
+def _undefined(nodes: list[ast.AST], defined: set[str]) -> list[str]:
+    local = {node.arg for node in nodes if isinstance(node, ast.arg)} | {n.id for n in nodes if _is(n, ast.Store)}
+    loads = [node for node in nodes if _is(node, ast.Load)]
     return [f"line {node.lineno}: `{node.id}` is not defined" for node in loads if node.id not in local | defined]
+
+
+def _is_forward(function: ast.FunctionDef) -> bool:
+    """Functions of a layer's weights `w: Layer`, and the model's own."""
+    first = function.args.args[0] if function.args.args else None
+    is_layers = first is not None and isinstance(first.annotation, ast.Name) and first.annotation.id == "Layer"
+    return is_layers or function.name in _FORWARDS

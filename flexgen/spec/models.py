@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 Identifier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
-TensorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.([A-Za-z0-9_]+|\*))*$", max_length=200)]
+TensorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=200)]
+TensorPattern = Annotated[str, Field(pattern=r"^([A-Za-z0-9_]+|\*)(\.([A-Za-z0-9_]+|\*))*$", max_length=200)]
 ConfigPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=120)]
 
 
@@ -74,13 +75,13 @@ class Checkpoint(Section):
     prefix: list[TensorName] = Field(
         ["model"], min_length=1, description="Prefixes of the text model's tensors; a file uses exactly one of them."
     )
-    layers: TensorName = Field("layers.*", description="The module of one layer, below the prefix; `*` is its index.")
-    skip: list[TensorName] = Field(
+    layers: TensorPattern = Field("layers.*", description="The module of one layer, below the prefix; `*` is its index.")
+    skip: list[TensorPattern] = Field(
         [],
         description="Tensors that are present but unused, by full name or below the prefix; `*` matches anything. Counted.",
     )
-    fp32: list[TensorName] = Field(
-        [], description="Tensors that stay fp32 whatever the model's dtype; `*` is the layer."
+    fp32: list[TensorPattern] = Field(
+        [], description="Tensors that stay fp32 whatever the model's dtype, below the prefix; `*` is the layer."
     )
     defaults: dict[str, Any] = Field(
         {},
@@ -147,7 +148,7 @@ class Attention(Entry):
     q_norm_weight: TensorName = Field("self_attn.q_norm", description="Module of the query norm.")
     k_norm_weight: TensorName = Field("self_attn.k_norm", description="Module of the key norm.")
     v_norm_weight: TensorName = Field("self_attn.v_norm", description="Module of the value norm.")
-    skip: list[TensorName] = Field(
+    skip: list[TensorPattern] = Field(
         [], description="Tensors a file may hold for these layers although nothing reads them."
     )
 
@@ -216,10 +217,10 @@ class StackedLayout(Section):
 
 
 class PerExpertLayout(Section):
-    per_expert: list[TensorName] = Field(
+    per_expert: list[TensorPattern] = Field(
         min_length=1,
         max_length=2,
-        description="One tensor an expert, in the order of their rows; the second `*` is the expert.",
+        description="One tensor an expert, in the order of their rows; `*` is the expert.",
     )
 
 

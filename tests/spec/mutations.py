@@ -76,13 +76,9 @@ class Text:
         return range(self.document.key_span(path).line, self.document.value_span(path).end_line + 1)
 
 
-def other_types(value: Any) -> list[str]:
-    """Values of a type that the field cannot have, as YAML."""
-    if isinstance(value, dict):
-        return ["7", "[7]"]
-    if isinstance(value, list):
-        return ["7", "{seven: 7}"]
-    return ["[[7]]", "{seven: 7}"]
+def other_type(value: Any) -> str:
+    """A value of a type that the field cannot have, as YAML."""
+    return "7" if isinstance(value, dict | list) else "[[7]]"
 
 
 # ---------------------------------------------------------------- legal changes
@@ -118,7 +114,12 @@ def others(document: Document, path: SpecPath) -> list[Any]:
         return []
     if path[-1] == "like":
         return [name for name in document.data[path[0]] if name != value and name != path[1]]
-    return [other for other in candidates(annotation_at(path, document.data), document, value) if other != value]
+    return [other for other in candidates(annotation_at(path, document.data), document, value) if not same(other, value)]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values say the same: `true` reads as the flag that it is."""
+    return models._source_text(one) == models._source_text(other)
 
 
 def _other_plain(value: Any) -> list[Any]:
@@ -139,9 +140,8 @@ def candidates(annotation: Any, document: Document, value: Any = None) -> list[A
     """Values of a type, most of them likely to have a meaning where they stand."""
     data = document.data
     if annotation is models.Text or any(isinstance(item, models.BeforeValidator) for item in getattr(annotation, "__metadata__", ())):
-        names = ["window", "heads", "head_dim", "tied", "attention_bias"]
-        grown = [f"{value} + 1", f"2 * ({value})"] if value not in (None, "none", True, False) else []
-        return [*grown, "true", "false", "none", "3", "1.5", *(name for name in names if name in data["dims"])]
+        grown = [f"{value} + 1"] if value not in (None, "none", True, False) else []
+        return [*grown, "3", "true", "false", "none", "1.5", *(name for name in ("heads", "tied") if name in data["dims"])]
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     if annotation is models.TensorName or annotation is models.ConfigPath:
@@ -171,8 +171,11 @@ def candidates(annotation: Any, document: Document, value: Any = None) -> list[A
     return []
 
 
-def absent(document: Document) -> Iterator[tuple[SpecPath, list[Any]]]:
-    """Every optional field that an entry leaves out, with values that it may take."""
+def absent(document: Document, inherited: dict[str, Any]) -> Iterator[tuple[SpecPath, list[Any]]]:
+    """Every optional field that an entry leaves out, with values that it may take other than the one it has.
+
+    `inherited` is the document's data with `like` written out.
+    """
     for path in [(), *paths(document.data)]:
         if any(path[: len(free)] == free for free in FREE) or not isinstance(node := document.data_at(path), dict):
             continue
@@ -182,8 +185,14 @@ def absent(document: Document) -> Iterator[tuple[SpecPath, list[Any]]]:
         for name, info in model.model_fields.items():
             key = info.alias or name
             if key not in node and not info.is_required():
-                values = [v for v in candidates(_full(info), document) if v != info.default]
-                yield (*path, key), values
+                now = _at(inherited, (*path, key), info.default)
+                yield (*path, key), [value for value in candidates(_full(info), document) if not same(value, now)]
+
+
+def _at(node: Any, path: SpecPath, default: Any) -> Any:
+    for step in path[:-1]:
+        node = node[step]
+    return node.get(path[-1], default)
 
 
 def required(document: Document, path: SpecPath) -> bool:
