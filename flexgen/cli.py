@@ -127,7 +127,10 @@ def new(
     out: Annotated[Path | None, typer.Option(help="The file to write; else specs/NAME.yaml.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
-    """Draft a spec from another one or from a config.json; what these cannot settle is marked `# TODO decide:`."""
+    """Draft a spec from another one or from a config.json; what these cannot settle is marked `# TODO decide:`.
+
+    Exit codes: 0 written, 2 a file of that name is there or no such spec, 3 the config or the spec is wrong.
+    """
     from flexgen.new.write import draft, target, write
 
     made, source = draft(name, spec, config)

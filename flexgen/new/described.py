@@ -17,7 +17,7 @@ from flexgen.spec.load import Spec
 def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
     """A spec for a config: the one that describes it, or the nearest with all that differs marked."""
     text = Text(spec.document)
-    adopted: set[str] = set()
+    adopted = _mark_differences(text, spec, given, found)
     if found.is_exact:
         text.replace(("name",), name)
         head = [
@@ -28,7 +28,6 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
         rename(text, spec, name, types)
         _nest(text, spec, given)
         mark_decisions(text, spec)
-        adopted = _mark_differences(text, spec, given, found)
         head = [f"# Drafted by `flexgen new {name} --config {given.path.name}` from {spec.path}, the nearest family."]
     head += _section("config.json states:", _stated(given, found))
     unsupported = []
@@ -77,8 +76,8 @@ def _mark_differences(text: Text, spec: Spec, given: Given, found: Fit) -> set[s
                     text.rename((*place, field), other)
     for field, reason in found.fences.items():
         text.mark(("checkpoint", "require", field), f"{reason} in {spec.path}")
-    for rope, kind in found.ropes.items():
-        text.mark(("ropes", rope), f"config.json has rope type {kind}, which is not among `types`")
+    for path, reason in found.foreign.items():
+        text.mark(path, reason)
     return adopted
 
 

@@ -10,6 +10,7 @@ from flexgen.new.config import Given
 from flexgen.new.meanings import SYNONYMS
 from flexgen.runtime.config import broken_fence, merged, normalise
 from flexgen.runtime.ignored import NO_EFFECT
+from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.expressions import Name, Number, Or, parse
 from flexgen.spec.load import Spec
 from flexgen.spec.models import SpecModel
@@ -26,7 +27,7 @@ class Fit:
     lacks    parts that the config states and the spec lacks: experts, recurrent layers, per-layer inputs, windows
     extras   the same the other way round
     fences   why `require` does not hold, by field
-    ropes    rope types that the spec does not allow, by the name of its rope
+    foreign  values that the spec does not know: rope types and kinds of layers, by the spec path that would have to
     """
 
     serves: bool
@@ -36,7 +37,7 @@ class Fit:
     lacks: frozenset[str]
     extras: frozenset[str]
     fences: Mapping[str, str]
-    ropes: Mapping[str, str]
+    foreign: Mapping[SpecPath, str]
 
     @property
     def is_exact(self) -> bool:
@@ -47,7 +48,7 @@ class Fit:
     def distance(self) -> int:
         """How much of the config and of the spec the other does not have; for choosing the nearest spec."""
         stated = sum(value not in (None, False, 0, [], {}) for value in self.unread.values())
-        settings = stated + len(self.silent) + 2 * len(self.missing) + 3 * len(self.fences) + 3 * len(self.ropes)
+        settings = stated + len(self.silent) + 2 * len(self.missing) + 3 * len(self.fences) + 3 * len(self.foreign)
         return settings + 20 * len(self.lacks) + 3 * len(self.extras)
 
 
@@ -61,7 +62,6 @@ def fit(spec: Spec, given: Given) -> Fit:
     paths = {path for listed in dims.values() for path, _ in listed}
     scheduled = {rule_path for rule in model.schedule for rule_path in (rule.at, rule.by, rule.when) if rule_path}
     scheduled |= {path for rule in model.schedule for path in _rule_paths(rule, model)}
-    ropes = {name: look(config, entry.parameters) for name, entry in model.ropes.items()}
     known = paths | scheduled | {entry.parameters for entry in model.ropes.values()}
     known |= {*model.checkpoint.require, *model.checkpoint.ignore, *NO_EFFECT, "rope_parameters"}
     known |= {"per_layer_config"} if any(path.startswith("layers.") for path in paths) else set()
@@ -81,13 +81,21 @@ def fit(spec: Spec, given: Given) -> Fit:
             for field, wanted in require.items()
             if (reason := broken_fence(config, {field: wanted})) is not None
         },
-        ropes={
-            name: kind
-            for name, table in ropes.items()
-            if isinstance(table, dict)
-            and (kind := str(table.get("rope_type", "default"))) not in model.ropes[name].types
-        },
+        foreign=dict(_foreign(model, config)),
     )
+
+
+def _foreign(model: SpecModel, config: Mapping[str, Any]) -> Iterator[tuple[SpecPath, str]]:
+    for name, entry in model.ropes.items():
+        table = look(config, entry.parameters)
+        if isinstance(table, Mapping) and (kind := table.get("rope_type", "default")) not in entry.types:
+            yield ("ropes", name), f"config.json has rope type {kind}, which is not among `types`"
+    for index, rule in enumerate(model.schedule):
+        values = look(config, rule.by) if rule.by else None
+        unknown = [value for value in values if value not in list(rule.kinds or ())] if isinstance(values, list) else []
+        if unknown:
+            listed = ", ".join(dict.fromkeys(map(str, unknown)))
+            yield ("schedule", index), f"`{rule.by}` of config.json has {listed}, which is no key of `kinds`"
 
 
 def _parts_of_spec(model: SpecModel) -> frozenset[str]:

@@ -159,6 +159,16 @@ def test_many_changes_are_reported_by_file(project, monkeypatch):
     assert {(c.file, c.where) for g in diff(project, "HEAD").groups for c in g.causes} == {("specs/llama.yaml", "")}
 
 
+def test_a_project_in_a_folder_of_a_repository(tmp_path):
+    whole = Project(tmp_path / "repository" / "deep")
+    outer = Project.__new__(Project)
+    outer.folder = tmp_path / "repository"
+    outer.commit()
+    whole.edit("specs/llama.yaml", EPS, EPS.replace("before", "after"))
+    report = diff(whole, "HEAD")
+    assert report.packages == 3 and {c.where for g in report.groups for c in g.causes} == {"norms.rms.cast"}
+
+
 def test_line_ends_are_no_difference(project):
     for path in [*project.folder.glob("generated/*/*"), *project.folder.glob("specs/*"), *project.folder.rglob("*.j2")]:
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))

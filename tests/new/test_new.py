@@ -160,6 +160,16 @@ def test_an_unread_field_of_a_known_family_is_named(tmp_path):
     assert "# TODO decide: `strange: " in made.text and made.decisions == 1
 
 
+def test_values_that_a_known_family_does_not_know_are_marked(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    made, _ = draft("drafted", None, dump({**tiny("llama"), "rope_parameters": rope}, tmp_path))
+    assert "  # TODO decide: config.json has rope type dynamic, which is not among `types`\n  rope: {" in made.text
+    layers = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
+    made, _ = draft("drafted", None, dump({**tiny("qwen3"), "layer_types": layers}, tmp_path))
+    mark = "  # TODO decide: `layer_types` of config.json has chunked_attention, which is no key of `kinds`\n  - {by: layer_types"
+    assert mark in made.text and made.decisions == 1
+
+
 def test_nested_text_of_an_unknown_family(tmp_path):
     config = {**tiny("llama"), "model_type": "inner"}
     path = dump({"model_type": "outer", "llm_config": config}, tmp_path)
