@@ -9,6 +9,7 @@ n chunks of a step.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -98,13 +99,54 @@ def _delta_rule_cuda(
     state_R: Tensor,
     max_query: int,
 ) -> Tensor:
-    """A Triton kernel for decode; for prefill the plain chunked form, which reads `starts_R` on the host."""
-    from flexgen.runtime.kernels.delta_rule import delta_step  # Triton is there where CUDA is
+    """Triton kernels, and for prompts flash-linear-attention's where it is installed. See `prefill_backend`."""
+    from flexgen.runtime.kernels.delta_rule import delta_prefill, delta_step  # Triton is there where CUDA is
 
+    inputs = (q_THk, k_THk, v_TVv, g_TV, beta_TV, state)
     if max_query == 1:
-        return delta_step(q_THk, k_THk, v_TVv, g_TV, beta_TV, state, state_R)
-    inputs = (*_unit_heads(q_THk, k_THk, v_TVv.shape[1]), v_TVv.float(), g_TV.float(), beta_TV.float())
-    return chunked_rule(*inputs, state, starts_R, state_R).to(v_TVv.dtype)
+        return delta_step(*inputs, state_R)
+    prefill = flash_linear_attention if prefill_backend(v_TVv.device, v_TVv.dtype) == FLA else delta_prefill
+    return prefill(*inputs, starts_R, state_R)
+
+
+FLA = "flash-linear-attention"
+
+
+def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """What runs prompts: the plain form on a host; on CUDA flash-linear-attention if installed (it takes 16 bits only),
+    else Triton. Of the three, flash-linear-attention alone makes the host wait for the device, to count chunks.
+    """
+    if device.type != "cuda":
+        return "plain"
+    return FLA if dtype != torch.float32 and find_spec("fla") is not None else "Triton"
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """The choice, for reports."""
+    return f"prefill {prefill_backend(device, dtype)}, decode {'Triton' if device.type == 'cuda' else 'plain'}"
+
+
+def flash_linear_attention(
+    q_THk: Tensor,
+    k_THk: Tensor,
+    v_TVv: Tensor,
+    g_TV: Tensor,
+    beta_TV: Tensor,
+    state: Tensor,
+    starts_R: Tensor,
+    state_R: Tensor,
+) -> Tensor:
+    """What `delta_rule` promises, by the kernels of the `fla` extra (https://github.com/fla-org/flash-linear-attention)."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    o_1TVv, state[state_R] = chunk_gated_delta_rule(
+        *(x[None] for x in (q_THk, k_THk, v_TVv, g_TV, beta_TV)),
+        initial_state=state[state_R],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=starts_R.long(),
+    )
+    return o_1TVv[0]
 
 
 def _unit_heads(q_THk: Tensor, k_THk: Tensor, value_heads: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,12 @@ INTERPRETED_PROCESSORS = 4
 
 
 @lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use; 0 on a host."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
+@lru_cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of the device."""
     if device.type != "cuda":
