@@ -20,14 +20,14 @@ AUTHOR = {
 
 
 class Project:
-    """Specs, templates and generated code of three architectures, and the compiler that serves them."""
+    """Specs, templates and generated code of some architectures, and the compiler that serves them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, specs: tuple[str, ...] = SPECS) -> None:
         self.folder = folder
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "flexgen", folder / "flexgen", ignore=ignore)
         shutil.copytree(ROOT / "templates", folder / "templates")
-        for name in SPECS:
+        for name in specs:
             (folder / "specs").mkdir(exist_ok=True)
             shutil.copy(ROOT / "specs" / f"{name}.yaml", folder / "specs")
             shutil.copytree(ROOT / "generated" / name, folder / "generated" / name, ignore=ignore)

@@ -111,30 +111,35 @@ def project(tmp_path):
     return Project(tmp_path / "project")
 
 
+@pytest.fixture
+def whole(tmp_path):
+    return Project(tmp_path / "project", tuple(SPECS))
+
+
 def generated(project: Project) -> dict[str, bytes]:
     folder = project.folder / "generated"
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.glob("*/*.*"))}
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
-def test_hash_seeds_and_working_directories_change_nothing(seed, project, tmp_path):
+def test_hash_seeds_and_working_directories_change_nothing(seed, whole, tmp_path):
     """One seed a directory: the project, a folder in it, and one elsewhere."""
-    before = generated(project)
-    shutil.rmtree(project.folder / "generated")
-    where = {"0": project.folder, "1": project.folder / "specs", "4294967295": tmp_path}[seed]
-    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(project.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    before = generated(whole)
+    shutil.rmtree(whole.folder / "generated")
+    where = {"0": whole.folder, "1": whole.folder / "specs", "4294967295": tmp_path}[seed]
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(whole.folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-m", "flexgen", "build"], cwd=where, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert generated(project) == before and len(before) == 4 * len(PROJECT_SPECS)
+    assert generated(whole) == before and len(before) == 4 * len(SPECS)
 
 
-def test_a_checkout_with_crlf_changes_nothing(project):
-    before = generated(project)
-    for path in [*project.folder.glob("specs/*"), *project.folder.glob("templates/**/*.j2")]:
+def test_a_checkout_with_crlf_changes_nothing(whole):
+    before = generated(whole)
+    for path in [*whole.folder.glob("specs/*"), *whole.folder.glob("templates/**/*.j2")]:
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    shutil.rmtree(project.folder / "generated")
-    assert project.flexgen("build").returncode == 0
-    assert generated(project) == before
+    shutil.rmtree(whole.folder / "generated")
+    assert whole.flexgen("build").returncode == 0
+    assert generated(whole) == before
 
 
 def test_a_crlf_checkout_of_generated_code_is_no_drift(project):
