@@ -136,3 +136,12 @@ def test_refusals_name_the_field(tmp_path):
             Model.load(folder, device="cpu", load_format="dummy")
     folder = dump(tiny_config("llama", strange_field=1), tmp_path / "let")
     assert Model.load(folder, device="cpu", load_format="dummy", ignore_config=["strange_field"]).dims.layers == 3
+    for names, message in (
+        (["strange_feild"], "names 'strange_feild', .* did you mean 'strange_field'?"),
+        (["xyz"], "no such field; leave it out"),
+        ("strange_field", r"a list of names: \['strange_field'\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Model.load(folder, device="cpu", load_format="dummy", ignore_config=names)
+    folder = dump(tiny_config("llama", odd={"left": 1, "right": 2}), tmp_path / "nested")
+    assert Model.load(folder, device="cpu", load_format="dummy", ignore_config=["odd"]).dims.layers == 3

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,18 @@ class Config:
         parts = path.split(".")
         prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
         return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys()))
+
+
+def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
+    if isinstance(names, str):
+        raise ConfigError(f"ignore_config is {names!r}, and must be a list of names: [{names!r}]")
+    leaves = [path for path, _ in _leaves(config)]
+    for name in names:
+        if not any(path == name or path.startswith(f"{name}.") for path in leaves):
+            near = get_close_matches(name, leaves, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave it out"
+            raise ConfigError(f"ignore_config names {name!r}, and config.json has no such field; {hint}")
 
 
 def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -67,7 +67,7 @@ class LLM:
         if enable_sleep_mode:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
-                   "generated": generated, "head_dtype": head_dtype, "ignore_config": tuple(ignore_config) or None}  # fmt: skip
+                   "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None}  # fmt: skip
         self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
         self._directory = self.model.directory
         source = None if skip_tokenizer_init else tokenizer or self._directory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen.runtime.abi import Layer, Pages, SharedPages, State, Step, Weight
 from flexgen.runtime.checkpoint import Checkpoint, LoadReport, check_tied, fill
-from flexgen.runtime.config import normalise, read_config
+from flexgen.runtime.config import check_ignored, normalise, read_config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.package import Package, choose, load_package
 
@@ -83,6 +83,7 @@ class Model:
         raw = read_config(directory)
         package = load_package(choose(raw, spec, generated))
         config = normalise(raw, package.manifest["text_config"])
+        check_ignored(config, ignore_config)
         dims = package.walker.Dims.from_config(config, tuple(ignore_config))
         where = (
             torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
