@@ -8,8 +8,7 @@ Shape suffixes, here and in generated code:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -146,7 +145,6 @@ class Step:
     pages        by attention entry; entries of one group share the same object
     state_R      (R,) int64     state slot of each row, or None where the model has no recurrent state
     max_query    an upper bound of a row's tokens; 1 is a decode step, and then T == R
-    spans        host copy of (start, stop, length) a row, for backends that run on the host; None inside captured steps
     """
 
     positions_T: Tensor
@@ -156,4 +154,3 @@ class Step:
     pages: dict[str, PageStep]
     state_R: Tensor | None = None
     max_query: int = 1
-    spans: Sequence[tuple[int, int, int]] | None = field(default=None, repr=False)

@@ -63,7 +63,10 @@ def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
 
 
 def _move_rope(config: dict[str, Any]) -> None:
-    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` become keys of each table of `rope_parameters`."""
+    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` become keys of each table of `rope_parameters`.
+
+    A table's own partial_rotary_factor wins: transformers writes its class's default beside it (5.17), and reads the table.
+    """
     parameters, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
     if parameters and scaling and parameters != scaling:
         raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
@@ -75,7 +78,7 @@ def _move_rope(config: dict[str, Any]) -> None:
     for table in nested or [parameters]:
         moved = {**older, "rope_type": table.pop("type", None)}
         for key, value in moved.items():
-            if value is not None and table.setdefault(key, value) != value:
+            if value is not None and table.setdefault(key, value) != value and key != "partial_rotary_factor":
                 raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
     config["rope_parameters"] = parameters or None
 

@@ -46,7 +46,7 @@ class Engine:
             log.log(level, "prefix caching is off: this model has recurrent state, which is not kept at block ends")
         groups = page_groups(model.mixers, model.state)
         pages = size_pools(model, groups, options)
-        routed_tokens = options.max_num_batched_tokens if options.enable_return_routed_experts else 0
+        routed_tokens = options.max_num_batched_tokens + 1 if options.enable_return_routed_experts else 0
         if routed_tokens and not any(model.routed):
             raise ValueError("enable_return_routed_experts=True, and this model has no routed experts; leave it out")
         self.cache = Cache(model, groups, pages, options.block_size, options.max_num_seqs, routed_tokens)

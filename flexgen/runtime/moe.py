@@ -83,7 +83,18 @@ class Weights:
 
     def flat(self, gate: Gate) -> dict[str, Any]:
         """Itself and the gate as keyword arguments of an operator."""
-        return {**vars(self), "act": gate.act, "alpha": gate.alpha, "limit": gate.limit, "up_offset": gate.up_offset}
+        return {
+            "gate_up": self.gate_up,
+            "down": self.down,
+            "layout": self.layout,
+            "interleaved": self.interleaved,
+            "gate_up_bias": self.gate_up_bias,
+            "down_bias": self.down_bias,
+            "act": gate.act,
+            "alpha": gate.alpha,
+            "limit": gate.limit,
+            "up_offset": gate.up_offset,
+        }
 
 
 def experts(

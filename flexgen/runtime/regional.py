@@ -8,10 +8,12 @@ and a step with prompts are variants of their own. More variants than that are a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor
 
 from flexgen.runtime.abi import Step
@@ -45,6 +47,11 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     compiled = {kind: Regional(model.package.walker.LAYERS[kind], backend) for kind in dict.fromkeys(model.dims.kinds)}
     model.walker.run = [compiled[kind] for kind in model.dims.kinds]
+
+
+def unrelated_sizes() -> AbstractContextManager:
+    """While this holds, two sizes that happen to be equal when a layer is compiled stay two symbols."""
+    return torch.fx.experimental._config.patch(use_duck_shape=False)
 
 
 def mark_sizes(step: Step) -> Step:

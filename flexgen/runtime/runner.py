@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from flexgen.runtime.cache import Cache, has_recurrent_state
 from flexgen.runtime.graphs import Graphs
 from flexgen.runtime.moe import ROUTED_TOKENS
 from flexgen.runtime.pages import TableChange
-from flexgen.runtime.regional import Regional, compile_layers, mark_sizes
+from flexgen.runtime.regional import Regional, compile_layers, mark_sizes, unrelated_sizes
 from flexgen.runtime.requests import Request
 from flexgen.runtime.sampler import Features, Sampled, SamplingTables, describe, finish, sample
 from flexgen.runtime.scheduler import Row, StepPlan
@@ -29,7 +30,23 @@ from flexgen.runtime.transfer import Download, upload
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at once for prompt_logprobs."""
 
-Span = tuple[int, int, int]
+
+_LAST = -1
+"""In place of a token id: the last token of the slot, which the host may not know yet."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive tokens of one slot, from position `start`."""
+
+    slot: int
+    start: int
+    ids: Sequence[int]
+
+    @classmethod
+    def of(cls, row: Row) -> _Piece:
+        ids = [_LAST] if row.decodes else row.request.tokens[row.start : row.start + row.count]
+        return cls(row.request.slot, row.start, ids)
 
 
 @dataclass
@@ -97,7 +114,7 @@ class Runner:
             return flight
         if plan.decode_only:
             slots_R = self._decode_slots(plan.rows)
-            logits_RV = self.decode_logits(slots_R, [(r, r + 1, row.start + 1) for r, row in enumerate(plan.rows)])
+            logits_RV = self.decode_logits(slots_R)
             flight.routes = self._routes(plan.rows)
         else:
             hidden_TD, last_T = self._forward_packed(plan.rows)
@@ -117,13 +134,15 @@ class Runner:
         """Compile the layers and the last stage of sampling, for one row, several rows, and steps with prompts."""
         compile_layers(self.model)
         self._finish, self._mark = Regional(finish), mark_sizes
-        for rows in (1, 2):
-            slots_R = torch.full((rows,), PAD_SLOT, device=self.device)
-            logits_RV = self.decode_logits(slots_R)
-            for features in (Features(), Features(random=True)):
-                self.draw(logits_RV, slots_R, features)
-        for tokens in sorted({min(self.most_tokens, count) for count in (7, ROUTED_TOKENS + 7)}):
-            self._forward_pads(tokens)
+        with unrelated_sizes():
+            for rows in (1, 2):
+                slots_R = torch.full((rows,), PAD_SLOT, device=self.device)
+                logits_RV = self.decode_logits(slots_R)
+                for features in (Features(), Features(random=True)):
+                    self.draw(logits_RV, slots_R, features)
+            for tokens in sorted({min(self.most_tokens, count) for count in (6, ROUTED_TOKENS + 6)}):
+                self._forward_pieces([_Piece(PAD_SLOT, 0, [0, 0])] * (tokens // 2))
+        self._reset_pads()
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:
@@ -132,21 +151,6 @@ class Runner:
         for size in reversed(sizes) if at_start else ():
             for features in (Features(), Features(random=True)):
                 self.graphs.capture(size, features)
-
-    def _forward_pads(self, tokens: int) -> None:
-        """A step with a prompt of `tokens` padding tokens in two rows, for the compiler's sake."""
-        counts = (tokens - tokens // 3, tokens // 3)
-        starts = (0, counts[0], tokens)
-        spans = [(start, start + count, count) for start, count in zip(starts, counts)]
-        positions = [position for count in counts for position in range(count)]
-        rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        packed_2T = upload([positions, rows], self.device)
-        slots_R = torch.full((2,), PAD_SLOT, device=self.device)
-        starts_R = upload(starts, self.device, torch.int32)
-        lengths_R = upload(counts, self.device, torch.int32)
-        step = self._step(slots_R, packed_2T[0], packed_2T[1].int(), starts_R, lengths_R, self.most_tokens, spans)
-        self.model.forward(torch.zeros_like(packed_2T[0]), step)
-        self._reset_pads()
 
     def _reset_pads(self) -> None:
         self.cache.clear_state(torch.full((1,), PAD_SLOT, device=self.device))
@@ -167,11 +171,11 @@ class Runner:
 
     # ------------------------------------------------------------ the two parts of a decode step
 
-    def decode_logits(self, slots_R: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
+    def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
         lengths_R = self.length_S[slots_R]
         rows = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=self.device)
-        step = self._step(slots_R, lengths_R - 1, rows[:-1], rows, lengths_R.int(), 1, spans)
+        step = self._step(slots_R, lengths_R - 1, rows[:-1], rows, lengths_R.int(), 1)
         return self.model.logits(self.model.forward(self.last_S[slots_R], step))
 
     def draw(
@@ -193,26 +197,25 @@ class Runner:
 
     def _forward_packed(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Hidden states (T, D) of a step with prompt tokens, and the index of the last token of each row that draws."""
-        ids: list[int] = []
-        positions: list[int] = []
-        row_of: list[int] = []
-        starts, spans, last = [0], [], []
-        for index, row in enumerate(rows):
-            end = row.start + row.count
-            ids += [-1] if row.decodes else row.request.tokens[row.start : end]
-            positions += range(row.start, end)
-            row_of += [index] * row.count
-            starts.append(len(ids))
-            spans.append((starts[-2], starts[-1], end))
-            last += [len(ids) - 1] if row.samples else []
-        packed_3T = upload([ids, positions, row_of], self.device)
-        slots_R = upload([row.request.slot for row in rows], self.device)
-        ids_T, positions_T, rows_T = packed_3T.unbind(0)
-        ids_T = torch.where(ids_T < 0, self.last_S[slots_R][rows_T], ids_T)
-        starts_R = upload(starts, self.device, torch.int32)
-        lengths_R = upload([length for _, _, length in spans], self.device, torch.int32)
-        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R, self.most_tokens, spans)
-        return self.model.forward(ids_T, step), upload(last, self.device)
+        pieces = [_Piece.of(row) for row in rows]
+        ends = accumulate(row.count for row in rows)
+        last = [end - 1 for row, end in zip(rows, ends) if row.samples]
+        return self._forward_pieces(pieces), upload(last, self.device)
+
+    def _forward_pieces(self, pieces: Sequence[_Piece]) -> Tensor:
+        """Hidden states of the pieces' tokens. A padding piece comes last: sizes of 1 are special to the compiler."""
+        pieces = [*pieces, _Piece(PAD_SLOT, 0, [0])]
+        counts = [len(piece.ids) for piece in pieces]
+        ids = [token for piece in pieces for token in piece.ids]
+        positions = [piece.start + offset for piece in pieces for offset in range(len(piece.ids))]
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        ids_T, positions_T, rows_T = upload([ids, positions, rows], self.device).unbind(0)
+        slots_R = upload([piece.slot for piece in pieces], self.device)
+        ids_T = torch.where(ids_T == _LAST, self.last_S[slots_R][rows_T], ids_T)
+        starts_R = upload([0, *accumulate(counts)], self.device, torch.int32)
+        lengths_R = upload([piece.start + count for piece, count in zip(pieces, counts)], self.device, torch.int32)
+        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R, self.most_tokens + 1)
+        return self.model.forward(ids_T, step)
 
     def _step(
         self,
@@ -222,17 +225,15 @@ class Runner:
         starts_R: Tensor,
         lengths_R: Tensor,
         max_query: int,
-        spans: Sequence[Span] | None,
     ) -> Step:
         size, pages = self.cache.block_size, {}
-        width = None if spans is None else -(-max(length for _, _, length in spans) // size)
         for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
-            table_RB = blocks_SB[slots_R, :width]
+            table_RB = blocks_SB[slots_R]
             page_T = table_RB[rows_T, positions_T // size]
             page_step = PageStep(page_T.long() * size + positions_T % size, table_RB)
             pages.update(dict.fromkeys(group.entries, page_step))
         state_R = slots_R if self._recurrent else None
-        return self._mark(Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query, spans))
+        return self._mark(Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query))
 
     def _routes(self, rows: Sequence[Row]) -> Routes | None:
         """The experts that the step's tokens were sent to, if a request asked for its own."""

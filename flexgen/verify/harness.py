@@ -54,7 +54,6 @@ class Harness:
             pages={name: group for names, group in zip(self.entries, pages, strict=True) for name in names},
             state_R=torch.tensor([row + 1 for row in tokens], device=device),
             max_query=max(len(fed) for fed in tokens.values()),
-            spans=spans,
         )
         return torch.tensor([token for fed in tokens.values() for token in fed], device=device), step
 

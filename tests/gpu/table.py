@@ -17,7 +17,7 @@ class Collector:
             self.outcomes[name][report.outcome] += 1
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
-                self.reasons.append(f"{report.nodeid}: {str(crash.message if crash else report.longrepr)[:300]}")
+                self.reasons.append(f"{report.nodeid}: {str(crash.message if crash else report.longrepr).strip().splitlines()[0][:200]}")
 
 
 def main():

@@ -38,13 +38,13 @@ def _row_of_block(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, 
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "splits"])
 def _attend_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, starts, lengths, sinks, out, part_out, part_max, part_sum,  # noqa: ANN001
-    rows, tokens, scale,  # noqa: ANN001
+    rows, tokens, splits, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -67,21 +67,27 @@ def _attend_kernel(  # noqa: ANN202
     head = kv_head * GROUP + m % GROUP
     live_m = (m // GROUP < BLOCK_Q) & (query < count)
     token = (start + query).to(tl.int64)
+    stop = tl.minimum(length - count + first + BLOCK_Q, length)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - count + first - WINDOW + 1, 0)
+    first_tile = begin // BLOCK_N
+    last_tile = tl.cdiv(stop, BLOCK_N)
+    part = token * HEADS + head
+    if SPLIT:
+        tiles = tl.cdiv(last_tile - first_tile, splits)
+        first_tile += split * tiles
+        last_tile = tl.minimum(first_tile + tiles, last_tile)
+        part += split.to(tl.int64) * tokens * HEADS
+        if first_tile >= last_tile:  # nothing for this split: a maximum of -inf tells the merge to read no more of it
+            tl.store(part_max + part, float("-inf"), mask=live_m)
+            return
     position = length - count + query
     q_mh = tl.load(
         q + token[:, None] * q_t + head[:, None] * q_n + h[None, :],
         mask=live_m[:, None] & (h < WIDTH)[None, :],
         other=0.0,
     )
-
-    stop = tl.minimum(length - count + first + BLOCK_Q, length)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(length - count + first - WINDOW + 1, 0)
-    first_tile = begin // BLOCK_N
-    tiles = tl.cdiv(tl.cdiv(stop, BLOCK_N) - first_tile, SPLITS)
-    first_tile += split * tiles
-    last_tile = tl.minimum(first_tile + tiles, tl.cdiv(stop, BLOCK_N))
 
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -110,7 +116,7 @@ def _attend_kernel(  # noqa: ANN202
         best = new_best
 
     mask = live_m[:, None] & (h < WIDTH)[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         if SINKS:
             sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
             new_best = tl.maximum(best, sink)
@@ -121,16 +127,15 @@ def _attend_kernel(  # noqa: ANN202
         to = out + (token[:, None] * HEADS + head[:, None]) * WIDTH + h[None, :]
         tl.store(to, o_mh.to(out.dtype.element_ty), mask=mask)
     else:
-        part = (split * tokens + token) * HEADS + head
         tl.store(part_max + part, best, mask=live_m)
         tl.store(part_sum + part, total, mask=live_m)
         tl.store(part_out + part[:, None] * WIDTH + h[None, :], sums, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "splits"])
 def _merge_kernel(  # noqa: ANN202
-    part_out, part_max, part_sum, starts, sinks, out, rows, tokens,  # noqa: ANN001
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr, SPLITS: tl.constexpr,
+    part_out, part_max, part_sum, starts, sinks, out, rows, tokens, splits,  # noqa: ANN001
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -139,17 +144,18 @@ def _merge_kernel(  # noqa: ANN202
     split = tl.arange(0, BLOCK_S)
     h = tl.arange(0, BLOCK_H)
     part = (split * tokens + token) * HEADS + head
-    most = tl.load(part_max + part, mask=split < SPLITS, other=float("-inf"))
+    most = tl.load(part_max + part, mask=split < splits, other=float("-inf"))
+    filled = most > float("-inf")
     best = tl.max(most, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         best = tl.maximum(best, sink)
     best = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp2(most - best)
-    total = tl.sum(weight * tl.load(part_sum + part, mask=split < SPLITS, other=0.0), 0)
+    total = tl.sum(weight * tl.load(part_sum + part, mask=filled, other=0.0), 0)
     if SINKS:
         total += tl.exp2(sink - best)
-    mask = (split < SPLITS)[:, None] & (h < WIDTH)[None, :]
+    mask = filled[:, None] & (h < WIDTH)[None, :]
     sums = tl.load(part_out + part[:, None] * WIDTH + h[None, :], mask=mask, other=0.0)
     o_h = tl.sum(sums * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + (token * HEADS + head) * WIDTH + h, o_h.to(out.dtype.element_ty), mask=h < WIDTH)
@@ -216,19 +222,19 @@ def attend(
         part_max, part_sum = q_TNH.new_empty((2, launch.splits, tokens, heads), dtype=torch.float32)
     else:
         part_out = part_max = part_sum = out
-    shared = {"HEADS": heads, "WIDTH": width, "SINKS": sinks is not None, "DECODE": decode, "SPLITS": launch.splits}
+    shared = {"HEADS": heads, "WIDTH": width, "SINKS": sinks is not None, "DECODE": decode}
     sinks = out if sinks is None else sinks
     _attend_kernel[(launch.blocks, kv_heads, launch.splits)](
         q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, sinks, out, part_out, part_max, part_sum,
-        rows, tokens, scale,
+        rows, tokens, launch.splits, scale,
         q_TNH.stride(0), q_TNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0),
-        **shared, GROUP=heads // kv_heads, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
+        **shared, SPLIT=launch.splits > 1, GROUP=heads // kv_heads, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
         num_warps=launch.warps, num_stages=3,
     )  # fmt: skip
     if launch.splits > 1:
         _merge_kernel[(tokens, heads)](
-            part_out, part_max, part_sum, starts_R, sinks, out, rows, tokens,
-            **shared, BLOCK_S=triton.next_power_of_2(launch.splits), BLOCK_H=launch.block_h, num_warps=4,
+            part_out, part_max, part_sum, starts_R, sinks, out, rows, tokens, launch.splits,
+            **shared, BLOCK_S=_MAX_SPLITS, BLOCK_H=launch.block_h, num_warps=4,
         )  # fmt: skip
     return out
