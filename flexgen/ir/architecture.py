@@ -235,6 +235,17 @@ class ScheduleRule:
 
 
 @dataclass(frozen=True)
+class Division:
+    """Two numbers, the first a multiple of the second, which only a config can tell: `what` has `many` and `few`."""
+
+    what: str
+    many: str
+    many_code: str
+    few: str
+    few_code: str
+
+
+@dataclass(frozen=True)
 class Head:
     norm: NormCall
     weight: str
@@ -278,6 +289,7 @@ class Architecture:
     checkpoint: Checkpoint
     dims: tuple[Dim, ...]
     ropes: tuple[Rope, ...]
+    divisions: tuple[Division, ...]
     attentions: tuple[Attention, ...]
     gdns: tuple[GatedDelta, ...]
     mlps: tuple[Mlp, ...]

@@ -9,11 +9,15 @@ from flexgen.spec.load import Spec
 
 
 class Problems:
-    """Collects diagnostics of one spec; positions come from spec paths."""
+    """Collects diagnostics of one spec; positions come from spec paths.
+
+    `meant` holds the definitions that misspelt names probably meant: that nothing uses those is no news.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.found: list[Diagnostic] = []
+        self.meant: set[SpecPath] = set()
 
     def add(
         self,
@@ -45,6 +49,7 @@ class Problems:
         listed = ", ".join(f"`{item}`" for item in sorted(known)) or "none is defined"
         help = f"did you mean `{near}`?" if near else f"known: {listed}"
         note = (f"`{near}` is defined here", known[near]) if near else None
+        self.meant |= {known[near]} if near else set()
         self.add(code, f"unknown {what} `{name}`", path, help=help, key=key, note=note)
 
     def raise_if_any(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from flexgen.ir import architecture as ir
 from flexgen.ir.block import Block
 from flexgen.ir.effects import check_checkpoint
+from flexgen.ir.names import check_generated_names, check_names
 from flexgen.ir.parts import Parts, norm_why
 from flexgen.ir.problems import Problems
 from flexgen.ir.schedule import schedule
@@ -32,6 +33,7 @@ class _Resolver:
 
     def architecture(self) -> ir.Architecture:
         model, parts = self.model, self.parts
+        check_names(model, self.problems)
         kinds = tuple(self.block.layer(name) for name in model.kinds)
         block_rows = tuple(self.block.rows.values())
         inputs, input_rows = [], []
@@ -47,8 +49,7 @@ class _Resolver:
         dims = self.scope.dims()
         self.problems.raise_if_any()
         check_tiny(self.spec, self.scope, dims, self.problems)
-        self.problems.raise_if_any()
-        return ir.Architecture(
+        architecture = ir.Architecture(
             name=model.name,
             summary=model.summary,
             source=f"specs/{model.name}.yaml",
@@ -56,6 +57,7 @@ class _Resolver:
             checkpoint=self._checkpoint(),
             dims=dims,
             ropes=ropes,
+            divisions=self._divisions(),
             attentions=tuple(parts.built("attention")),
             gdns=tuple(parts.built("gdn")),
             mlps=tuple(parts.built("mlp")),
@@ -68,6 +70,9 @@ class _Resolver:
             tables=tables,
             merges=_merges(tables, self.model),
         )
+        check_generated_names(architecture, self.problems)
+        self.problems.raise_if_any()
+        return architecture
 
     # ------------------------------------------------------------ ends of the model
 
@@ -102,6 +107,10 @@ class _Resolver:
                 message = f"the norm `{entry.norm.norm}` has a gain, and this step names no weight"
                 self.problems.add("SPEC019", message, ("head", "norm"), key=True)
             rows.append(ir.Row(norm_role, ("d.hidden",), ((f"{entry.norm.weight}.weight", "d.hidden"),)))
+        elif entry.norm.weight is not None and entry.norm.norm in self.model.norms:
+            message = f"the norm `{entry.norm.norm}` has no gain to use this weight"
+            help = "remove it, or name a norm with a gain"
+            self.problems.add("SPEC018", message, ("head", "norm", "weight"), help=help)
         role = entry.weight.replace(".", "_")
         tied = self.scope.flag(entry.tied, ("head", "tied"), prefix="d")
         same = {} if tied is False else {"same_as": embedding.role, "same_when": None if tied is True else str(tied)}
@@ -124,6 +133,16 @@ class _Resolver:
                 path = f"ropes.{name}"
                 found.append(ir.Rope(_rope_field(name), entry.parameters, tuple(entry.types), width, path, entry.why))
         return tuple(found)
+
+    def _divisions(self) -> tuple[ir.Division, ...]:
+        """Heads that key/value heads must divide, and value heads that key heads must; settled ones left out."""
+        found: dict[tuple[str, str], ir.Division] = {}
+        for section, many, few in (("attention", "heads", "kv_heads"), ("gdn", "value_heads", "key_heads")):
+            for part in self.parts.built(section):
+                codes = tuple(getattr(part, field).replace("dims.", "") for field in (many, few))
+                if codes[0] != codes[1] and not all(code.isdigit() for code in codes):
+                    found.setdefault(codes, ir.Division(part.path, many, codes[0], few, codes[1]))
+        return tuple(found.values())
 
     def _checkpoint(self) -> ir.Checkpoint:
         entry = self.model.checkpoint
@@ -158,12 +177,12 @@ class _Resolver:
     def _check_unused(self, kinds: tuple[ir.Kind, ...]) -> None:
         for section in ("norms", "ropes", "attention", "gdn", "mlp", "moe"):
             for name in getattr(self.model, section):
-                if (section, name) not in self.parts.used:
+                if (section, name) not in self.parts.used | self.problems.meant:
                     message = f"`{name}` is used by nothing in {self.model.name}"
                     self.problems.add("SPEC010", message, (section, name), key=True, help="use it or remove it")
         inputs = {name for kind in kinds for name in kind.inputs}
         for name in self.model.layer_inputs:
-            if name not in inputs:
+            if name not in inputs and ("layer_inputs", name) not in self.problems.meant:
                 message = f"`{name}` is used by nothing in {self.model.name}"
                 self.problems.add(
                     "SPEC010", message, ("layer_inputs", name), key=True, help="multiply by it: `{times: …}`"

@@ -93,6 +93,9 @@ class Scope:
         for name, expr in self.exprs.items():
             path = ("dims", name)
             kind = wants.get(name, "int") if isinstance(expr, Name | Or) else self._kind(expr, types, path)
+            if isinstance(expr, Or) and kind == "int" and self._kind(expr, types, path) == "float":
+                message = f"`{expr.text()}` can be a float where a whole number is needed"
+                self.problems.add("SPEC029", message, path, help="divide with `//`")
             types[name] = kind
             read = self._read(expr, kind, types, path)
             lines.append(Dim(name, kind, read, expr.text(), f"dims.{name}"))
@@ -120,6 +123,9 @@ class Scope:
                 message = f"`{name}` is used both as a flag and as a number"
                 self.problems.add("SPEC029", message, use.path)
             wants[name] = "float" if "float" in (before, use.want) else before
+        for name, expr in reversed(self.exprs.items()):  # another name for an earlier dim is read as that dim is
+            if isinstance(expr, Name) and name in wants and expr.dotted in self.exprs and expr.dotted != name:
+                wants.setdefault(expr.dotted, wants[name])
         return wants
 
     def _kind(self, expr: Expr, types: dict[str, Want], path: SpecPath) -> Want:

@@ -76,6 +76,7 @@ class _Tiny:
         values = self._dims()
         if len(self.problems.found) == before:
             self._heads(values)
+            self._rotations(values)
             self._schedule(values)
 
     # ------------------------------------------------------------ what the spec reads
@@ -148,10 +149,18 @@ class _Tiny:
         if near:
             self.misspelt.add(near)
         help = f"did you mean `{near}`?" if near else "remove it, or read it in `dims`, `require` or `schedule`"
+        note = (f"`{near}` is read here", self._reader(near)) if near else None
+        code, message = ("SPEC024", f"`tiny` has `{field}`, which nothing in the spec reads")
         if place == DEFAULTS:
-            self.problems.add("SPEC010", f"the default of `{field}` has no effect: nothing reads it", at, key=True, help=help)
-        else:
-            self.problems.add("SPEC024", f"`tiny` has `{field}`, which nothing in the spec reads", at, key=True, help=help)
+            code, message = "SPEC010", f"the default of `{field}` has no effect: nothing reads it"
+        self.problems.add(code, message, at, key=True, help=help, note=note)
+
+    def _reader(self, field: str) -> SpecPath:
+        if field in self.reads:
+            return self.reads[field][0].path
+        if field in self.ropes:
+            return ("ropes", self.ropes[field], "parameters")
+        return (*REQUIRE, field) if field in self.require else ("checkpoint", "model_types")
 
     def _value(self, field: str, value: Any, at: SpecPath, place: SpecPath) -> None:
         if value is None:
@@ -201,7 +210,10 @@ class _Tiny:
 
     def _ropes_are_there(self) -> None:
         for field, name in self.ropes.items():
-            if _look(self.config, field) is None and field not in self.misspelt:
+            if _look(self.model.tiny, field) or field in self.misspelt:
+                continue
+            default = _look(self.config, field)
+            if not isinstance(default, dict) or default.get("rope_type", "default") not in self.model.ropes[name].types:
                 message = f"`tiny` lacks `{field}`, which rope `{name}` reads"
                 self.problems.add("SPEC024", message, TINY, key=True, note=("read here", ("ropes", name, "parameters")))
 
@@ -211,6 +223,8 @@ class _Tiny:
         for field, wanted in self.require.items():
             at = (*REQUIRE, field)
             inside = _has(self.model.tiny, field)
+            if field in self.misspelt:
+                continue
             if not inside and not _has(self.model.checkpoint.defaults, field):
                 message = f"neither `tiny` nor `defaults` has `{field}`, so nothing shows that there is such a field"
                 near = nearest(field, {*self.model.tiny, *self.model.checkpoint.defaults})
@@ -220,8 +234,7 @@ class _Tiny:
                 place = (*TINY, *field.split(".")) if inside else TINY
                 origin = "" if inside else " by default"
                 message = f"`{field}` of `tiny` is {_shown(value)}{origin}, which `require` rules out"
-                if field not in self.misspelt:
-                    self.problems.add("SPEC024", message, place, key=not inside, note=("required here", at))
+                self.problems.add("SPEC024", message, place, key=not inside, note=("required here", at))
 
     # ------------------------------------------------------------ numbers
 
@@ -233,6 +246,8 @@ class _Tiny:
             seen = {**values, **{field: _look(self.config, field) for field in fields}}
             try:
                 values[name] = expr.evaluate(seen)
+                if isinstance(expr, Or) and not isinstance(expr.alternatives[-1], Name):
+                    expr.alternatives[-1].evaluate(seen)  # the load computes the default whether it is needed or not
             except ExpressionError as error:
                 missing = [field for field in fields if seen[field] is None]
                 if not self.misspelt.intersection(missing):
@@ -257,10 +272,22 @@ class _Tiny:
                     message = f"`{name}` has {counts[0]} {many}, which is no multiple of its {counts[1]} {few}"
                     self.problems.add("SPEC016", message, at, note=(f"the {many} are here", (section, name, many)))
 
+    def _rotations(self, values: dict[str, Any]) -> None:
+        """Rotary tables whose parameters do not fit the width of a head, or each other."""
+        position = _look(self.config, "max_position_embeddings") or 0
+        for field, name in self.ropes.items():
+            widths = {entry.head_dim for entry in self.model.attention.values() if entry.rope == name}
+            for width in widths:
+                wrong = rope_parameters.misfit(_look(self.config, field), parse(width).evaluate(values), position)
+                if wrong:
+                    place = (*TINY, *field.split("."))
+                    self.problems.add("SPEC024", wrong, place, note=("read here", ("ropes", name)))
+
     # ------------------------------------------------------------ schedule
 
     def _schedule(self, values: dict[str, Any]) -> None:
         """Every rule has its field, every value of `by` occurs, and so does every kind: as `tiny` is, or with one flag turned."""
+        before = len(self.problems.found)
         for field, reads in self.reads.items():
             for read in reads:
                 if read.path[0] == "schedule" and _look(self.config, field) is None:
@@ -274,11 +301,13 @@ class _Tiny:
                     message = f"no layer of `tiny` has `{value}` in `{rule.by}`"
                     self.problems.add("SPEC024", message, ("schedule", index, "kinds", value), key=True)
         flags = dict.fromkeys(rule.when for rule in self.model.schedule if rule.when)
+        if len(self.problems.found) > before:
+            return
         seen: set[str] = set()
         for flag in (None, *flags):
             turned = {} if flag is None else {flag: not _look(self.config, flag)}
-            rules = [self._rule(rule, values, turned) for rule in self.model.schedule]
             try:
+                rules = [self._rule(rule, values, turned) for rule in self.model.schedule]
                 seen.update(runtime.resolve(values["layers"], rules))
             except ConfigError as error:
                 self.problems.add("SPEC024", f"`tiny` does not fit the schedule: {error}", TINY, key=True)
@@ -366,4 +395,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a mapping"
     text = str(value)
-    return f"`{text if len(text) <= 40 else text[:39] + '…'}`"
+    text = text if len(text) <= 40 else text[:39] + "…"
+    reads_as_other = isinstance(value, str) and (value in ("true", "false", "null") or value[:1] in "+-.0123456789")
+    return f'`"{text}"`' if reads_as_other else f"`{text}`"

@@ -16,6 +16,11 @@ TensorPattern = Annotated[str, Field(pattern=r"^([A-Za-z0-9_]+|\*)(\.([A-Za-z0-9
 ConfigPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=120)]
 
 
+def _form(value: object, *keys: str) -> str | None:
+    """The tag of the form that a mapping has, after the first of these keys in it; never equal to the key itself."""
+    return next((f"form:{key}" for key in keys if isinstance(value, dict) and key in value), None)
+
+
 def _source_text(value: object) -> object:
     """A number or flag as it was written; anything that is no scalar is left for pydantic to refuse."""
     if isinstance(value, bool):
@@ -54,13 +59,13 @@ Scalar = str | int | float | bool | None
 
 
 def _fence_tag(value: object) -> str:
-    return "min" if isinstance(value, dict) else "list" if isinstance(value, list) else "value"
+    return f"form:{'min' if isinstance(value, dict) else 'list' if isinstance(value, list) else 'value'}"
 
 
 Fence = Annotated[
-    Annotated[AtLeast, Tag("min")]
-    | Annotated[Annotated[list[Scalar], Field(min_length=1)], Tag("list")]
-    | Annotated[Scalar, Tag("value")],
+    Annotated[AtLeast, Tag("form:min")]
+    | Annotated[Annotated[list[Scalar], Field(min_length=1)], Tag("form:list")]
+    | Annotated[Scalar, Tag("form:value")],
     Discriminator(_fence_tag),
 ]
 
@@ -229,14 +234,13 @@ class Mxfp4Layout(Section):
 
 
 def _layout_tag(value: object) -> str | None:
-    keys = ("stacked", "per_expert", "mxfp4")
-    return next((k for k in keys if isinstance(value, dict) and k in value), None)
+    return _form(value, "stacked", "per_expert", "mxfp4")
 
 
 Layout = Annotated[
-    Annotated[StackedLayout, Tag("stacked")]
-    | Annotated[PerExpertLayout, Tag("per_expert")]
-    | Annotated[Mxfp4Layout, Tag("mxfp4")],
+    Annotated[StackedLayout, Tag("form:stacked")]
+    | Annotated[PerExpertLayout, Tag("form:per_expert")]
+    | Annotated[Mxfp4Layout, Tag("form:mxfp4")],
     Discriminator(_layout_tag),
 ]
 
@@ -308,20 +312,20 @@ _STEPS = ("embedding", "norm", "linear", "act", "gain", "scale", "times", "sum")
 
 def _step_tag(value: object) -> str | None:
     if isinstance(value, str):
-        return "name"
-    return next((k for k in _STEPS if isinstance(value, dict) and k in value), None)
+        return "form:name"
+    return _form(value, *_STEPS)
 
 
 Step = Annotated[
-    Annotated[Identifier, Tag("name")]
-    | Annotated[EmbeddingStep, Tag("embedding")]
-    | Annotated[NormStep, Tag("norm")]
-    | Annotated[LinearStep, Tag("linear")]
-    | Annotated[ActStep, Tag("act")]
-    | Annotated[GainStep, Tag("gain")]
-    | Annotated[ScaleStep, Tag("scale")]
-    | Annotated[TimesStep, Tag("times")]
-    | Annotated[SumStep, Tag("sum")],
+    Annotated[Identifier, Tag("form:name")]
+    | Annotated[EmbeddingStep, Tag("form:embedding")]
+    | Annotated[NormStep, Tag("form:norm")]
+    | Annotated[LinearStep, Tag("form:linear")]
+    | Annotated[ActStep, Tag("form:act")]
+    | Annotated[GainStep, Tag("form:gain")]
+    | Annotated[ScaleStep, Tag("form:scale")]
+    | Annotated[TimesStep, Tag("form:times")]
+    | Annotated[SumStep, Tag("form:sum")],
     Discriminator(_step_tag),
 ]
 
@@ -331,11 +335,11 @@ class AddPart(Entry):
 
 
 def _part_tag(value: object) -> str | None:
-    return next((k for k in ("add", "gain", "scale") if isinstance(value, dict) and k in value), None)
+    return _form(value, "add", "gain", "scale")
 
 
 BlockPart = Annotated[
-    Annotated[AddPart, Tag("add")] | Annotated[GainStep, Tag("gain")] | Annotated[ScaleStep, Tag("scale")],
+    Annotated[AddPart, Tag("form:add")] | Annotated[GainStep, Tag("form:gain")] | Annotated[ScaleStep, Tag("form:scale")],
     Discriminator(_part_tag),
 ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from pydantic import BaseModel, Discriminator, Tag, ValidationError
 
 from flexgen.spec.diagnostics import Diagnostic, SpecPath, nearest
-from flexgen.spec.models import SpecModel
+from flexgen.spec.models import Attention, SpecModel
 
 if TYPE_CHECKING:
     from flexgen.spec.load import Spec
@@ -63,8 +63,9 @@ def _explain(item: Any, path: SpecPath, missing: str | None, data: Any, spec: Sp
         if path and isinstance(path[-1], int):
             owner = "this entry"
         help = _field_help(path, data, missing or "")
+        is_rope = missing == "rope" and model_at(path, data) is Attention
         return Diagnostic(
-            "SPEC005",
+            "SPEC015" if is_rope else "SPEC005",
             f"{owner} lacks the field `{missing}`",
             spec.path,
             spec.span(path, key=True),
@@ -243,4 +244,4 @@ def _tags_at(path: SpecPath, data: Any) -> list[str]:
     while get_origin(annotation) is Annotated and not any(_tag(member) for member in get_args(get_args(annotation)[0])):
         annotation = get_args(annotation)[0]
     members = typing.get_args(get_args(annotation)[0]) if get_origin(annotation) is Annotated else ()
-    return [tag for tag in map(_tag, members) if tag]
+    return [tag.removeprefix("form:") for tag in map(_tag, members) if tag]

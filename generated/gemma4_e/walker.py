@@ -19,6 +19,7 @@ from torch import Tensor
 from flexgen.runtime import schedule
 from flexgen.runtime.abi import Layer, Pages, Part, SharedPages, State, Step, Weight
 from flexgen.runtime.config import Config
+from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.ops import rms_norm, rounded, softcap
 from flexgen.runtime.rope import Rope
 
@@ -91,6 +92,8 @@ class Dims:
         tied = config.flag("tie_word_embeddings")
         sliding_rope = config.rope("rope_parameters.sliding_attention", types=("default",), head_dim=head_dim)
         full_rope = config.rope("rope_parameters.full_attention", types=("proportional",), head_dim=full_head_dim)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ConfigError(f"attention.sliding gets {heads} heads, no multiple of its {kv_heads} kv_heads")
         kinds = config.schedule(
             layers,
             (

@@ -18,6 +18,7 @@ from torch import Tensor
 from flexgen.runtime import schedule
 from flexgen.runtime.abi import Layer, Mxfp4, Pages, Part, Stacked, State, Step, Weight
 from flexgen.runtime.config import Config
+from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.moe import experts, top_k
 from flexgen.runtime.ops import rms_norm
 from flexgen.runtime.rope import Rope
@@ -83,6 +84,8 @@ class Dims:
         eps = config.float("rms_norm_eps")
         tied = config.flag("tie_word_embeddings")
         rope = config.rope("rope_parameters", types=("yarn",), head_dim=head_dim)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
         kinds = config.schedule(
             layers,
             (

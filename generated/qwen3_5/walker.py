@@ -18,6 +18,7 @@ from torch import Tensor
 from flexgen.runtime import schedule
 from flexgen.runtime.abi import Layer, Pages, Part, Slots, State, Step, Weight
 from flexgen.runtime.config import Config
+from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.ops import rms_norm_one_plus
 from flexgen.runtime.rope import Rope
 
@@ -84,6 +85,10 @@ class Dims:
         attention_bias = config.flag("attention_bias")
         tied = config.flag("tie_word_embeddings")
         rope = config.rope("rope_parameters", types=("default",), head_dim=head_dim)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
+        if key_heads < 1 or value_heads % key_heads:
+            raise ConfigError(f"gdn.gdn gets {value_heads} value_heads, no multiple of its {key_heads} key_heads")
         kinds = config.schedule(
             layers,
             (

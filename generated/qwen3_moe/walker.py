@@ -18,6 +18,7 @@ from torch import Tensor
 from flexgen.runtime import schedule
 from flexgen.runtime.abi import Layer, Pages, Part, PerExpert, Stacked, State, Step, Weight
 from flexgen.runtime.config import Config
+from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.moe import experts, renormalise, top_k
 from flexgen.runtime.ops import rms_norm_cast_before
 from flexgen.runtime.rope import Rope
@@ -85,6 +86,8 @@ class Dims:
         attention_bias = config.flag("attention_bias")
         tied = config.flag("tie_word_embeddings")
         rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=head_dim)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
         kinds = config.schedule(
             layers,
             (
