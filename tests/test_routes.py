@@ -46,17 +46,34 @@ def test_experts_are_transformers_own_through_chunks_and_preemptions(spec):
     assert llm.metrics()["preemptions"] > 0
 
 
-def test_only_who_asks_gets_them_and_cached_prefixes_are_computed_again():
+def test_only_who_asks_gets_them():
     llm, tokens = engine("qwen3_moe"), prompt(30)
-    first, plain = (answers(llm, [tokens], SamplingParams(temperature=0, return_routed_experts=on)) for on in (True, False))
-    assert first[0].routed_experts.shape == (45, 3, 2) and plain[0].routed_experts is None
-    assert first[0].token_ids == plain[0].token_ids
-    (again,) = llm.generate([tokens], SamplingParams(temperature=0), use_tqdm=False)
-    assert again.num_cached_tokens == 0 and np.array_equal(again.outputs[0].routed_experts, first[0].routed_experts)
-    asked = SamplingParams(temperature=0, max_tokens=4)
-    unasked = SamplingParams(temperature=0, max_tokens=4, return_routed_experts=False)
+    asked, unasked = (SamplingParams(temperature=0, return_routed_experts=on) for on in (None, False))
+    (plain,) = llm.generate([tokens], unasked, use_tqdm=False)
+    (first,) = llm.generate([tokens], asked, use_tqdm=False)
+    assert plain.outputs[0].routed_experts is None and first.num_cached_tokens == 0  # nobody noted the experts
+    assert first.outputs[0].routed_experts.shape == (45, 3, 2)
+    assert first.outputs[0].token_ids == plain.outputs[0].token_ids
     mixed = llm.generate([tokens, tokens[::-1], tokens], [asked, unasked, asked], use_tqdm=False)
     assert [output.outputs[0].routed_experts is None for output in mixed] == [False, True, False]
+
+
+@pytest.mark.parametrize("spec", ("qwen3_moe", "gpt_oss"))
+@pytest.mark.parametrize("blocks", (12, 64))
+def test_cached_prefixes_bring_the_experts_of_their_tokens(spec, blocks):
+    llm = engine(spec, num_gpu_blocks_override=blocks, max_num_batched_tokens=13)
+    stem, other = prompt(24, seed=1), prompt(18, seed=2)
+    prompts = [stem, stem, [*stem, 5, 6, 7], other, stem[:17], stem + other, other]
+    for params in (SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), SamplingParams(n=3, seed=4, max_tokens=9)):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert any(output.num_cached_tokens for output in outputs)
+        for output in outputs:
+            for answer in output.outputs:
+                expected = routers_choose(saved(spec)[0], output.prompt_token_ids + answer.token_ids[:-1])
+                assert np.array_equal(answer.routed_experts, expected)
+    llm.reset_prefix_cache()
+    assert not llm.llm_engine.tables.pools[0]._notes
+    assert (blocks == 64) or llm.metrics()["preemptions"] > 0
 
 
 def test_experts_arrive_with_the_end_of_a_stream_and_stop_with_the_answer():

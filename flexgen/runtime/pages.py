@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flexgen.runtime.abi import PAD_PAGE
 from flexgen.runtime.requests import Request
@@ -29,7 +30,8 @@ class TableChange:
 class PagePool:
     """Pages 1 to `pages`: free ones in the order they were last used, and the hashed blocks that some still hold.
 
-    A page whose last user leaves keeps its block until it is handed out again, least recently used first.
+    A page whose last user leaves keeps its block until it is handed out again, least recently used first. A block may
+    have a note, which is kept as long as the block.
     """
 
     def __init__(self, pages: int) -> None:
@@ -38,6 +40,7 @@ class PagePool:
         self._users = [0] * (pages + 1)
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self._notes: dict[bytes, Any] = {}
 
     @property
     def free(self) -> int:
@@ -69,19 +72,27 @@ class PagePool:
         self._free.pop(page, None)
         self._users[page] += 1
 
-    def register(self, page: int, key: bytes) -> None:
-        """Let later requests find the block in `page`; the first page with a block keeps its name."""
+    def register(self, page: int, key: bytes, note: Any = None) -> None:
+        """Let later requests find the block in `page`; the first page with a block, and its first note, keep its name."""
         if key not in self._page_of and page not in self._hash_of:
             self._page_of[key], self._hash_of[page] = page, key
+        if note is not None and key in self._page_of:
+            self._notes.setdefault(key, note)
+
+    def note(self, key: bytes) -> Any:
+        """The note of a cached block, or None."""
+        return self._notes.get(key)
 
     def forget_all(self) -> None:
         self._page_of.clear()
         self._hash_of.clear()
+        self._notes.clear()
 
     def _forget(self, page: int) -> None:
         key = self._hash_of.pop(page, None)
         if key is not None:
             del self._page_of[key]
+            self._notes.pop(key, None)
 
 
 def block_hashes(known: Sequence[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
@@ -134,9 +145,12 @@ class PageTables:
         """The longest usable cached prefix, in blocks; at least one token is always left to compute.
 
         A prefix of n blocks is usable where each full group has all n, and each window group those that the first
-        token after it can see.
+        token after it can see. A request that returns its experts needs them noted for all n.
         """
         limit = min(len(request.hashes), (len(request.tokens) - 1) // self.block_size)
+        if request.routes is not None:
+            noted = (self.pools[0].note(key) is not None for key in request.hashes[:limit])
+            limit = next((block for block, known in enumerate(noted) if not known), limit)
         runs = [[0] for _ in self.pools]  # runs[g][n]: cached blocks of group g in a row that end with block n - 1
         for count in range(limit):
             found = [pool.find(request.hashes[count]) is not None for pool in self.pools]
@@ -167,6 +181,8 @@ class PageTables:
                     self.changes.append(TableChange(group, request.slot, block, page))
                 request.pages[group].append(page)
             request.trimmed[group] = min(first, blocks)
+        for block in range(blocks if request.routes is not None else 0):
+            request.share_routes(block * self.block_size, self.pools[0].note(request.hashes[block]))
         request.computed = blocks * self.block_size
         request.registered = blocks
 
@@ -213,9 +229,10 @@ class PageTables:
         self.hash_blocks(request)
         full = min(request.computed // self.block_size, len(request.hashes))
         for block in range(request.registered, full):
+            routes = request.known_routes(block * self.block_size, (block + 1) * self.block_size)
             for pool, table in zip(self.pools, request.pages):
                 if table[block] != PAD_PAGE:
-                    pool.register(table[block], request.hashes[block])
+                    pool.register(table[block], request.hashes[block], routes)
         request.registered = max(full, request.registered)
 
     def release(self, request: Request) -> None:

@@ -27,7 +27,8 @@ class Request:
     computed    positions whose K/V (or state) is written by the steps launched so far
     pages       per page group, the page of each block; 0 where the block was freed behind a window
     trimmed     per page group, blocks before this index are freed
-    routes      the experts of each position, where asked for, and `routed`, of how many positions they are known
+    routes      the experts of each position, where asked for, and `routed`, of how many positions they are known;
+                `shared_routes` are rows of other requests that belong in it, from a position on: cached blocks
     hashes      chain hash of each full block of `tokens`, and `registered`, how many of them the prefix cache knows
     """
 
@@ -60,6 +61,7 @@ class Request:
     cumulative_logprob: float = 0.0
     routes: np.ndarray | None = None
     routed: int = 0
+    shared_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -91,9 +93,8 @@ class Request:
 
     @property
     def reads_no_cache(self) -> bool:
-        """Whether cached prefixes are of no use: every position must be computed here, or the caller said so."""
-        every = self.params.prompt_logprobs is not None or self.routes is not None
-        return every or bool(self.params.skip_reading_prefix_cache)
+        """Whether cached prefixes are of no use: prompt_logprobs need every position, or the caller said so."""
+        return self.params.prompt_logprobs is not None or bool(self.params.skip_reading_prefix_cache)
 
     @property
     def finished(self) -> bool:
@@ -126,9 +127,27 @@ class Request:
         if self.finished:
             self.text += self.detokenizer.flush()
 
-    def known_routes(self) -> np.ndarray | None:
-        """A copy of `routes`, without positions after the last token but one: the last one is never computed."""
-        return None if self.routes is None else self.routes[: min(self.routed, len(self.tokens) - 1)].copy()
+    def share_routes(self, start: int, routes: np.ndarray) -> None:
+        """Take the experts of a cached block from `start` on, except for positions that are known. Its rows may still be
+        on their way to the host, so they are copied when they are wanted."""
+        known = max(0, self.routed - start)
+        if known < len(routes):
+            self.shared_routes.append((start + known, routes[known:]))
+            self.routed = start + len(routes)
+
+    def known_routes(self, start: int, stop: int) -> np.ndarray | None:
+        """The experts of positions from `start` to before `stop`: a view, whose last step's rows are still to come."""
+        if self.routes is None:
+            return None
+        for position, routes in self.shared_routes:
+            self.routes[position : position + len(routes)] = routes
+        self.shared_routes.clear()
+        return self.routes[start:stop]
+
+    def returned_routes(self) -> np.ndarray | None:
+        """A copy for the caller, without positions after the last token but one: the last one is never computed."""
+        routes = self.known_routes(0, min(self.routed, len(self.tokens) - 1))
+        return None if routes is None else routes.copy()
 
     def check_stop_strings(self) -> None:
         """Bring the text up to date and end where a stop string is complete; it decides over any other ending."""
@@ -188,7 +207,7 @@ class RequestGroup:
             logprobs=None if request.logprobs is None else request.logprobs[tokens_from:],
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
-            routed_experts=request.known_routes() if request.finished else None,
+            routed_experts=request.returned_routes() if request.finished else None,
         )
 
     def _since(self, index: int, text: int, tokens: int) -> tuple[int, int]:
