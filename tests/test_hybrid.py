@@ -15,6 +15,7 @@ from flexgen import LLM, SamplingParams
 from flexgen.runtime.model import Model
 from flexgen.verify.harness import Harness
 from flexgen.verify.reference import recorded
+from tests.runtime.test_graphs import HostGraphs
 
 SPECS = pytest.mark.parametrize("spec", ("qwen3_5", "qwen3_5_moe"))
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -86,12 +87,15 @@ def test_n_slots_decode_n_requests_in_one_step(spec):
     assert llm.metrics()["prefill_steps"] == 1 and llm.metrics()["decode_steps"] == 9
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @SPECS
-def test_nan_in_pad_and_free_slots_and_pages_changes_nothing(spec):
-    """Before each step, whatever no running request owns is NaN."""
+def test_nan_in_pad_and_free_slots_and_pages_changes_nothing(spec, captured):
+    """Before each step, whatever no running request owns is NaN; captured steps have five padding rows or more."""
     alone, llm = expected(spec), engine(spec, max_num_seqs=3, max_num_batched_tokens=24)
     engine_, (pool,) = llm.llm_engine, llm.llm_engine.tables.pools
-    engine_.runner.ladder = [8]
+    runner = engine_.runner
+    parts = (runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors)
+    runner.graphs = HostGraphs(*parts, [8], runner.device) if captured else None
     groups = [engine_.add(str(i), tokens, GREEDY) for i, tokens in enumerate(PROMPTS)]
     paged = [pages for layer in llm.model.layers for pages in (getattr(layer, "k_pages", None), getattr(layer, "v_pages", None))]
     while engine_.unfinished:
