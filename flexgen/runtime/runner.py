@@ -21,9 +21,9 @@ from flexgen.runtime.cache import Cache, has_recurrent_state
 from flexgen.runtime.graphs import Graphs
 from flexgen.runtime.moe import ROUTED_TOKENS
 from flexgen.runtime.pages import TableChange
-from flexgen.runtime.regional import Regional, compile_layers, mark_sizes, unrelated_sizes
+from flexgen.runtime.regional import compile_layers, mark_sizes, unrelated_sizes
 from flexgen.runtime.requests import Request
-from flexgen.runtime.sampler import Features, Sampled, SamplingTables, describe, finish, sample
+from flexgen.runtime.sampler import Features, Finish, Sampled, SamplingTables, describe, finish, sample
 from flexgen.runtime.scheduler import Row, StepPlan
 from flexgen.runtime.transfer import Download, upload
 
@@ -95,7 +95,7 @@ class Runner:
         self._recurrent = has_recurrent_state(model.state)
         self._batch: tuple[int, ...] = ()
         self._batch_slots = upload([], self.device)
-        self._finish, self._mark = finish, lambda step: step
+        self._finish, self._mark = _last_stage(self.device), lambda step: step
         self._weights_checked = model.weight_version
         self.graphs: Graphs | None = None
 
@@ -131,15 +131,12 @@ class Runner:
 
     @torch.no_grad()
     def compile(self) -> None:
-        """Compile the layers and the last stage of sampling, for one row, several rows, and steps with prompts."""
+        """Compile the layers for one row, several rows, and steps with prompts."""
         compile_layers(self.model)
-        self._finish, self._mark = Regional(finish), mark_sizes
+        self._mark = mark_sizes
         with unrelated_sizes():
             for rows in (1, 2):
-                slots_R = torch.full((rows,), PAD_SLOT, device=self.device)
-                logits_RV = self.decode_logits(slots_R)
-                for features in (Features(), Features(random=True)):
-                    self.draw(logits_RV, slots_R, features)
+                self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
             for tokens in sorted({min(self.most_tokens, count) for count in (6, ROUTED_TOKENS + 6)}):
                 self._forward_pieces([_Piece(PAD_SLOT, 0, [0, 0])] * (tokens // 2))
         self._reset_pads()
@@ -288,6 +285,15 @@ class Runner:
             if entries:
                 slots, blocks, pages = upload(entries, self.device).unbind(1)
                 blocks_SB[slots, blocks] = pages.int()
+
+
+def _last_stage(device: torch.device) -> Finish:
+    """`sampler.finish` for tensors on `device`."""
+    if device.type != "cuda":
+        return finish
+    from flexgen.runtime.kernels import sampling  # Triton is there where CUDA is
+
+    return sampling.finish
 
 
 def _edit(ruled: Sequence[tuple[int, Request]], change: Any) -> Any:

@@ -24,6 +24,9 @@ NEVER = float("-inf")
 LogitsEdit = Callable[[Tensor], Tensor]
 """A host-side rule of a lock-step batch: (R, V) fp32 in and out."""
 
+Finish = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+"""`finish`, or the kernel that stands for it."""
+
 
 @dataclass(frozen=True)
 class Features:
@@ -167,7 +170,7 @@ def finish(
     divide: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The last stage, which reads each logit a few times and, compiled, writes none: tokens, logprobs, ranks.
+    """The last stage: tokens (R,) int64, logprobs (R,) fp32, ranks (R,) int64 from 1.
 
     random  some rows draw (the others, of temperature 0, take the most likely token); divide: by the temperature first
     keep    also return all logprobs, (R, V) fp32
@@ -183,9 +186,6 @@ def finish(
     chosen_R1 = logprobs_RV.gather(1, tokens_R[:, None])
     ranks_R = (logprobs_RV > chosen_R1).sum(-1) + 1
     return tokens_R, chosen_R1[:, 0], ranks_R, logprobs_RV if keep else None
-
-
-Finish = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 def sample(
@@ -205,7 +205,7 @@ def sample(
     Ids from `real_vocab` on have no token and a logprob of -inf. With `raw` the returned logprobs are those of the
     model's own logits; else (the default mode) exactly those that were drawn from. `mask` and `process` are the
     host-side rules of a lock-step batch. Tables are read, except the penalty counts, which take the new tokens.
-    `finish_with` is `finish`, or what the compiler made of it.
+    `finish_with` is `finish`, or the kernel that stands for it.
     """
     numbers_R6, integers_R3 = tables.numbers_S6[slots_R], tables.integers_S3[slots_R]
     temperature_R, seeds_R = numbers_R6[:, 0], integers_R3[:, 1]

@@ -149,11 +149,10 @@ def test_the_number_of_compilations_is_that_of_kinds_not_of_layers(spec):
     counters.clear()
     llm = engine(folder, "bfloat16")
     kinds = len(set(llm.model.dims.kinds))
-    sampler = 2 * 2
-    assert counters["stats"]["unique_graphs"] <= 4 * kinds + sampler
+    assert counters["stats"]["unique_graphs"] <= 4 * kinds
 
 
-def test_drawn_tokens_are_those_of_the_uncompiled_sampler(bf16):
+def test_drawn_tokens_are_those_of_the_sampler_in_plain_torch(bf16):
     runner = bf16.llm_engine.runner
     from flexgen.runtime.sampler import finish
 
