@@ -170,9 +170,9 @@ class Statement:
     """One line of a generated function: `out = <op of input>`.
 
     op      fields used besides `out` and `input`
-    norm    norm           linear  weight, bias    act    act       gain  weight      scale  value
-    times   value          add     terms           call   function, arguments (between input and dims), writes
-    embed   weight, value  view    terms (shape)
+    norm    norm           linear  weight, bias    act    act, value    gain  weight      scale  value
+    times   value          add     terms, norm     call   function, arguments (between input and dims), writes
+    embed   weight, value  name    nothing
     """
 
     op: str
@@ -203,6 +203,7 @@ class Kind:
     name: str
     function: str
     parts: tuple[Part, ...]
+    result: Statement
     mixers: tuple[str, ...]
     routes: tuple[tuple[str, str], ...]
     tables: tuple[str, ...]
@@ -279,6 +280,14 @@ class MergeRole:
 
 
 @dataclass(frozen=True)
+class Adapted:
+    """A module that adapters may change, and the weights that hold it: another one where kinds pack it differently."""
+
+    module: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A whole spec. `digest` stands for all that it says; comments and the order of keys do not change it."""
 
@@ -301,3 +310,4 @@ class Architecture:
     head: Head
     tables: tuple[WeightTable, ...]
     merges: tuple[MergeRole, ...]
+    adapted: tuple[Adapted, ...]

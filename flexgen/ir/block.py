@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexgen.ir import architecture as ir
 from flexgen.ir.parts import Parts, norm_why
@@ -45,7 +45,7 @@ class Block:
     def layer(self, name: str) -> ir.Kind:
         """One layer kind: its parts in order, the tables of its weights and the entries that keep state."""
         self._slots = self.model.kinds[name]
-        self._tables, self._mixers, self._routes, self._inputs = [], [], [], []
+        self._tables, self._mixers, self._routes, self._inputs = ["block_weights"], [], [], []
         parts = []
         for index, part in enumerate(self.model.block):
             path: SpecPath = ("block", index)
@@ -56,10 +56,12 @@ class Block:
                 assert value.name == STREAM
             parts.append(ir.Part(f"block[{index}]", tuple(statements)))
         self._check_slots(name)
+        parts, result = _returned(parts)
         return ir.Kind(
             name,
             f"{name}_layer",
             tuple(parts),
+            result,
             tuple(self._mixers),
             tuple(self._routes),
             tuple(self._tables),
@@ -89,13 +91,19 @@ class Block:
         if value.width != HIDDEN:
             message = f"this branch ends with width {_shown(value.width)}, and the stream has {_shown(HIDDEN)}"
             self.problems.add("SPEC017", message, (*path, "add"), key=True, help="end it with a step back to `hidden`")
-        total = ir.Statement("add", STREAM, STREAM, _dotted(path), terms=(STREAM, value.name), comment=part.why)
-        return [*statements, total]
+        *before, last = statements or [None]
+        if last is None or last.op != "norm" or (last.comment and part.why):
+            total = ir.Statement("add", STREAM, STREAM, _dotted(path), terms=(STREAM, value.name), comment=part.why)
+            return [*statements, total]
+        return [*before, replace(last, op="add", out=STREAM, terms=(STREAM,), comment=last.comment or part.why)]
 
     def _steps(self, steps: list, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
         statements: list[ir.Statement] = []
         for index, step in enumerate(steps):
             value, lines = self._step(step, (*path, index), value, base)
+            last = statements[-1] if statements else None
+            if lines and lines[0].op == "times" and last and last.op == "act" and not (last.comment or last.value):
+                lines[0] = replace(statements.pop(), value=lines[0].value, comment=lines[0].comment)
             statements += lines
         return value, statements
 
@@ -215,17 +223,11 @@ class Block:
         if step.scale != "1":
             scale = self.scope.code(step.scale, (*path, "scale"), "float")
             scale = f"rounded({scale}, w.{role}.dtype)" if step.scale_dtype == "model" else scale
-        line = ir.Statement(
-            "embed",
-            out.name,
-            "ids_T",
-            _dotted(path),
-            weight=f"w.{role}",
-            value=scale,
-            terms=self._view,
-            comment=step.why,
-        )
-        return out, [line]
+        where, weight = _dotted(path), f"w.{role}"
+        line = ir.Statement("embed", out.name, "ids_T", where, weight=weight, terms=self._view, comment=step.why)
+        if scale is None:
+            return out, [line]
+        return out, [line, ir.Statement("scale", out.name, out.name, where, value=scale)]
 
     def _sum(self, step: models.SumStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
         statements: list[ir.Statement] = []
@@ -353,6 +355,14 @@ def _effects(section: str, part: object) -> str | None:
     if section == "attention":
         return "reads the K/V pages of an earlier layer" if part.kv_of else "writes K/V pages"  # type: ignore[attr-defined]
     return None
+
+
+def _returned(parts: list[ir.Part]) -> tuple[list[ir.Part], ir.Statement]:
+    """What the function returns: the last part's gain or scale itself, else the stream."""
+    *before, last = parts
+    if len(last.statements) == 1 and last.statements[0].op in ("gain", "scale"):
+        return [*before, replace(last, statements=())], last.statements[0]
+    return parts, ir.Statement("name", STREAM, STREAM, last.path)
 
 
 def _role(name: str) -> str:

@@ -198,7 +198,7 @@ class Parts:
         rows = [
             ir.Row(
                 f"{name}_in",
-                (" + ".join(r for _, r in projections), "d.hidden"),
+                (f"2 * ({kh} * {kd} + {vh} * {vd} + {vh})", "d.hidden"),
                 tuple((self.module(m), r) for m, r in projections),
             ),
             ir.Row(f"{name}_conv", (channels, "1", read("kernel", "d")), ((self.module(entry.conv), channels),)),

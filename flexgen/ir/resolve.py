@@ -45,7 +45,7 @@ class _Resolver:
         rules = schedule(model, self.scope, self.problems)
         ropes = self._ropes()
         self._check_unused(kinds)
-        tables, kinds = _shared_tables(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)), kinds)
+        tables = tuple(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)))
         dims = self.scope.dims()
         self.problems.raise_if_any()
         check_tiny(self.spec, self.scope, dims, self.problems)
@@ -68,7 +68,8 @@ class _Resolver:
             embedding=embedding,
             head=head,
             tables=tables,
-            merges=_merges(tables, self.model),
+            merges=(merges := _merges(tables, self.model)),
+            adapted=_adapted(merges),
         )
         check_generated_names(architecture, self.problems)
         self.problems.raise_if_any()
@@ -197,20 +198,6 @@ def _fp32(row: ir.Row, names: set[str]) -> ir.Row:
     return replace(row, fp32=True) if any(name in names for name, _ in row.parts) else row
 
 
-def _shared_tables(
-    tables: list[ir.WeightTable], kinds: tuple[ir.Kind, ...]
-) -> tuple[tuple[ir.WeightTable, ...], tuple[ir.Kind, ...]]:
-    """Entries with equal rows share the first one's table."""
-    first: dict[tuple[ir.Row, ...], str] = {}
-    renamed = {table.function: first.setdefault(table.rows, table.function) for table in tables}
-    kept = tuple(table for table in tables if renamed[table.function] == table.function)
-    block = ("block_weights",)
-    merged = tuple(
-        ir.Kind(**{**kind.__dict__, "tables": (*block, *(renamed[table] for table in kind.tables))}) for kind in kinds
-    )
-    return kept, merged
-
-
 def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tuple[ir.MergeRole, ...]:
     """The weights that adapters may change: linear modules, and stacked experts."""
     found: dict[str, ir.MergeRole] = {}
@@ -243,3 +230,13 @@ def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tupl
                 )
                 found.setdefault(row.role, ir.MergeRole(row.role, parts=parts, path=table.path))
     return tuple(found.values())
+
+
+def _adapted(merges: tuple[ir.MergeRole, ...]) -> tuple[ir.Adapted, ...]:
+    """Each module once, in the order of the merges, with every weight that holds it."""
+    roles: dict[str, list[str]] = {}
+    for merge in merges:
+        modules = [merge.module, *merge.per_expert] if merge.module else [module for module, _ in merge.parts]
+        for module in modules:
+            roles.setdefault(module, []).append(merge.role)
+    return tuple(ir.Adapted(module, tuple(names)) for module, names in roles.items())

@@ -6,7 +6,8 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from flexgen.render.lint import lint
 
 ABI = 2
 """The ABI that the templates target; `flexgen.runtime.abi.ABI` must equal it (tested)."""
+
+WIDTH = 120
+"""Columns that layout filters fill."""
 
 FILES = ("attention.py", "merge.py", "walker.py")
 
@@ -132,6 +136,10 @@ def _environment(sources: tuple[tuple[str, str], ...]) -> Environment:
     environment.filters.update(
         tuple=_tuple,
         literal=_literal,
+        lines=_lines,
+        filled=_filled,
+        filled_tuple=_filled_tuple,
+        filled_dict=_filled_dict,
         comment=lambda text: f"  # {' '.join(str(text).split())}" if text else "",
         given=lambda items: [item for item in items if item],
         named=lambda code, name: f"{name}={code}" if code else None,
@@ -149,6 +157,32 @@ def _environment(sources: tuple[tuple[str, str], ...]) -> Environment:
 def _tuple(items: Iterable[object]) -> str:
     listed = [_literal(item) for item in items]
     return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
+
+
+def _filled(items: Iterable[str], indent: int) -> str:
+    """Items separated by commas, as many on a line as fit; the first line is already indented."""
+    lines = textwrap.wrap(", ".join(items) + ",", WIDTH - indent, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + " " * indent).join(lines)
+
+
+def _filled_tuple(items: Sequence[object]) -> str:
+    """A tuple on one line where it fits, else filled."""
+    listed = [_literal(item) for item in items]
+    one = _tuple(items)
+    return one if len(one) <= WIDTH - 12 else f"(\n    {_filled(listed, 4)}\n)"
+
+
+def _filled_dict(value: dict[str, object]) -> str:
+    """A dict on one line where it fits, else filled."""
+    listed = [f"{_literal(key)}: {_literal(item)}" for key, item in value.items()]
+    return one if len(one := _literal(value)) <= WIDTH - 12 else f"{{\n    {_filled(listed, 4)}\n}}"
+
+
+def _lines(value: dict[str, object]) -> str:
+    """A dict of constants on one line where it fits, else an entry a line, so that a changed one moves no other."""
+    if len(one := _literal(value)) <= WIDTH - 12:
+        return one
+    return "{\n" + "".join(f"    {_literal(key)}: {_literal(item)},\n" for key, item in value.items()) + "}"
 
 
 def _literal(value: object) -> str:

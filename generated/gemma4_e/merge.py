@@ -16,74 +16,52 @@ from flexgen.runtime.lora import Deltas, merge_rows
 if TYPE_CHECKING:
     from .walker import Dims
 
-# module of an adapter -> the weight that holds it
-LORA: dict[str, str] = {
-    "embed_tokens": "embed_tokens",
-    "per_layer_model_projection": "per_layer_model_projection",
-    "embed_tokens_per_layer": "embed_tokens_per_layer",
-    "lm_head": "lm_head",
-    "per_layer_input_gate": "per_layer_input_gate",
-    "per_layer_projection": "per_layer_projection",
-    "self_attn.q_proj": "qkv",
-    "self_attn.k_proj": "qkv",
-    "self_attn.v_proj": "qkv",
-    "self_attn.o_proj": "o",
-    "self_attn.q_proj": "q",
-    "mlp.gate_proj": "mlp_gate_up",
-    "mlp.up_proj": "mlp_gate_up",
-    "mlp.down_proj": "mlp_down",
-    "mlp.gate_proj": "wide_gate_up",
-    "mlp.up_proj": "wide_gate_up",
-    "mlp.down_proj": "wide_down",
+# module of an adapter -> the weights that hold it
+LORA: dict[str, tuple[str, ...]] = {
+    "embed_tokens": ("embed_tokens",),
+    "per_layer_model_projection": ("per_layer_model_projection",),
+    "embed_tokens_per_layer": ("embed_tokens_per_layer",),
+    "lm_head": ("lm_head",),
+    "per_layer_input_gate": ("per_layer_input_gate",),
+    "per_layer_projection": ("per_layer_projection",),
+    "self_attn.q_proj": ("qkv", "q"),
+    "self_attn.k_proj": ("qkv",),
+    "self_attn.v_proj": ("qkv",),
+    "self_attn.o_proj": ("o",),
+    "mlp.gate_proj": ("mlp_gate_up", "wide_gate_up"),
+    "mlp.up_proj": ("mlp_gate_up", "wide_gate_up"),
+    "mlp.down_proj": ("mlp_down", "wide_down"),
 }
 
 
 def merge_embed_tokens(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "embed_tokens": d.vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"embed_tokens": d.vocab}, deltas)
 
 
 def merge_per_layer_model_projection(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "per_layer_model_projection": d.layers * d.input_size,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"per_layer_model_projection": d.layers * d.input_size}, deltas)
 
 
 def merge_embed_tokens_per_layer(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "embed_tokens_per_layer": d.input_vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"embed_tokens_per_layer": d.input_vocab}, deltas)
 
 
 def merge_lm_head(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "lm_head": d.vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"lm_head": d.vocab}, deltas)
 
 
 def merge_per_layer_input_gate(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: block
-    rows = {
-        "per_layer_input_gate": d.input_size,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"per_layer_input_gate": d.input_size}, deltas)
 
 
 def merge_per_layer_projection(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: block
-    rows = {
-        "per_layer_projection": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"per_layer_projection": d.hidden}, deltas)
 
 
 def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -98,18 +76,12 @@ def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: attention.sliding
-    rows = {
-        "self_attn.o_proj": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"self_attn.o_proj": d.hidden}, deltas)
 
 
 def merge_q(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: attention.sliding_shared
-    rows = {
-        "self_attn.q_proj": d.heads * d.head_dim,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"self_attn.q_proj": d.heads * d.head_dim}, deltas)
 
 
 def merge_mlp_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -123,10 +95,7 @@ def merge_mlp_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int
 
 def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: mlp.mlp
-    rows = {
-        "mlp.down_proj": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"mlp.down_proj": d.hidden}, deltas)
 
 
 def merge_wide_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -140,10 +109,7 @@ def merge_wide_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> in
 
 def merge_wide_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: mlp.wide
-    rows = {
-        "mlp.down_proj": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"mlp.down_proj": d.hidden}, deltas)
 
 
 MERGES = {

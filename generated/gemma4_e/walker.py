@@ -8,10 +8,9 @@ w the layer's weights, pages and state   d, dims the checkpoint's numbers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import math
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,14 +25,33 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention, full_shared_attention, sliding_attention, sliding_shared_attention
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("gemma4_text", "gemma4")
 TEXT_CONFIG = "text_config"
 PREFIXES = ("model", "model.language_model")
-SKIP = ("model.vision_tower.*", "model.audio_tower.*", "model.embed_vision.*", "model.embed_audio.*", "layers.*.self_attn.k_proj.weight", "layers.*.self_attn.v_proj.weight", "layers.*.self_attn.k_norm.weight")
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_k_eq_v": False, "use_double_wide_mlp": False, "global_head_dim": 512, "sliding_window": 512}
-REQUIRE = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": [None, "vision"], "enable_moe_block": False, "attention_k_eq_v": False, "hidden_size_per_layer_input": {"min": 1}, "num_kv_shared_layers": {"min": 1}}
+SKIP = (
+    "model.vision_tower.*", "model.audio_tower.*", "model.embed_vision.*", "model.embed_audio.*",
+    "layers.*.self_attn.k_proj.weight", "layers.*.self_attn.v_proj.weight", "layers.*.self_attn.k_norm.weight",
+)
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": None,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": False,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+}
+REQUIRE = {
+    "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": [None, "vision"], "enable_moe_block":
+    False, "attention_k_eq_v": False, "hidden_size_per_layer_input": {"min": 1}, "num_kv_shared_layers": {"min": 1},
+}
 IGNORE = ("num_global_key_value_heads",)
 
 
@@ -66,12 +84,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by="layer_types",
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by="layer_types"
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -94,38 +107,17 @@ class Dims:
         full_rope = config.rope("rope_parameters.full_attention", types=("proportional",), head_dim=full_head_dim)
         if kv_heads < 1 or heads % kv_heads:
             raise ConfigError(f"attention.sliding gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.everywhere("sliding"),
-                schedule.every(6, "full"),
-                schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
-                schedule.last(1, "full"),
-                schedule.last(shared_layers, {"sliding": "sliding_shared", "full": "full_shared"}),
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.everywhere("sliding"),
+            schedule.every(6, "full"),
+            schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
+            schedule.last(1, "full"),
+            schedule.last(shared_layers, {"sliding": "sliding_shared", "full": "full_shared"}),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            full_head_dim=full_head_dim,
-            window=window,
-            size=size,
-            wide_size=wide_size,
-            shared_layers=shared_layers,
-            input_size=input_size,
-            input_vocab=input_vocab,
-            eps=eps,
-            attention_bias=attention_bias,
-            softcap=softcap,
-            tied=tied,
-            sliding_rope=sliding_rope,
-            full_rope=full_rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, full_head_dim, window, size, wide_size, shared_layers,
+            input_size, input_vocab, eps, attention_bias, softcap, tied, sliding_rope, full_rope, kinds,
         )
 
 
@@ -158,18 +150,15 @@ def model_weights(d: Dims) -> list[Weight]:
     # spec: embedding, head
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
-        Weight("per_layer_model_projection", (d.layers * d.input_size, d.hidden), (Part("per_layer_model_projection.weight", d.layers * d.input_size),)),
+        Weight("per_layer_model_projection", (d.layers * d.input_size, d.hidden), (
+            Part("per_layer_model_projection.weight", d.layers * d.input_size),
+        )),
         Weight("per_layer_projection_norm", (d.input_size,), (Part("per_layer_projection_norm.weight", d.input_size),)),
-        Weight("embed_tokens_per_layer", (d.input_vocab, d.layers * d.input_size), (Part("embed_tokens_per_layer.weight", d.input_vocab),)),
+        Weight("embed_tokens_per_layer", (d.input_vocab, d.layers * d.input_size), (
+            Part("embed_tokens_per_layer.weight", d.input_vocab),
+        )),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -190,25 +179,16 @@ def block_weights(d: Dims) -> list[Weight]:
 def sliding_weights(d: Dims) -> list[Weight]:
     # spec: attention.sliding
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
@@ -219,25 +199,16 @@ def sliding_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.full_head_dim + d.kv_heads * d.full_head_dim + d.kv_heads * d.full_head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.full_head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.full_head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.full_head_dim + d.kv_heads * d.full_head_dim + d.kv_heads * d.full_head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.full_head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.full_head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * d.full_head_dim + d.kv_heads * d.full_head_dim + d.kv_heads * d.full_head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.full_head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.full_head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.full_head_dim + d.kv_heads * d.full_head_dim + d.kv_heads * d.full_head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.full_head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.full_head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.full_head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.full_head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.full_head_dim),)),
@@ -249,7 +220,9 @@ def sliding_shared_weights(d: Dims) -> list[Weight]:
     # spec: attention.sliding_shared
     return [
         Weight("q", (d.heads * d.head_dim, d.hidden), (Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),)),
-        Weight("q_bias", (d.heads * d.head_dim,), (Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),), present=d.attention_bias),
+        Weight("q_bias", (d.heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
@@ -259,8 +232,12 @@ def sliding_shared_weights(d: Dims) -> list[Weight]:
 def full_shared_weights(d: Dims) -> list[Weight]:
     # spec: attention.full_shared
     return [
-        Weight("q", (d.heads * d.full_head_dim, d.hidden), (Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),)),
-        Weight("q_bias", (d.heads * d.full_head_dim,), (Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),), present=d.attention_bias),
+        Weight("q", (d.heads * d.full_head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),
+        )),
+        Weight("q_bias", (d.heads * d.full_head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.full_head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.full_head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.full_head_dim),)),
@@ -270,14 +247,10 @@ def full_shared_weights(d: Dims) -> list[Weight]:
 def mlp_weights(d: Dims) -> list[Weight]:
     # spec: mlp.mlp
     return [
-        Weight(
-            "mlp_gate_up",
-            (2 * d.size, d.hidden),
-            (
-                Part("layers.*.mlp.gate_proj.weight", d.size),
-                Part("layers.*.mlp.up_proj.weight", d.size),
-            ),
-        ),
+        Weight("mlp_gate_up", (2 * d.size, d.hidden), (
+            Part("layers.*.mlp.gate_proj.weight", d.size),
+            Part("layers.*.mlp.up_proj.weight", d.size),
+        )),
         Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
     ]
 
@@ -285,14 +258,10 @@ def mlp_weights(d: Dims) -> list[Weight]:
 def wide_weights(d: Dims) -> list[Weight]:
     # spec: mlp.wide
     return [
-        Weight(
-            "wide_gate_up",
-            (2 * d.wide_size, d.hidden),
-            (
-                Part("layers.*.mlp.gate_proj.weight", d.wide_size),
-                Part("layers.*.mlp.up_proj.weight", d.wide_size),
-            ),
-        ),
+        Weight("wide_gate_up", (2 * d.wide_size, d.hidden), (
+            Part("layers.*.mlp.gate_proj.weight", d.wide_size),
+            Part("layers.*.mlp.up_proj.weight", d.wide_size),
+        )),
         Weight("wide_down", (d.hidden, d.wide_size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
     ]
 
@@ -323,92 +292,72 @@ def sliding_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = sliding_attention(w, h_TD, dims, step)  # writes K/V pages
-    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
     # spec: block[1]
     h_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
     h_TD = mlp(w, h_TD)
-    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
     h_TI = F.linear(x_TD, w.per_layer_input_gate)
-    h_TI = F.gelu(h_TI, approximate="tanh")
-    h_TI = h_TI * per_layer_TI
+    h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
     h_TD = F.linear(h_TI, w.per_layer_projection)
-    h_TD = rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
-    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
-    return x_TD
+    return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
 
 
 def full_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
-    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
     # spec: block[1]
     h_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
     h_TD = mlp(w, h_TD)
-    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
     h_TI = F.linear(x_TD, w.per_layer_input_gate)
-    h_TI = F.gelu(h_TI, approximate="tanh")
-    h_TI = h_TI * per_layer_TI
+    h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
     h_TD = F.linear(h_TI, w.per_layer_projection)
-    h_TD = rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
-    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
-    return x_TD
+    return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
 
 
 def sliding_shared_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = sliding_shared_attention(w, h_TD, dims, step)  # reads the K/V pages of an earlier layer
-    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
     # spec: block[1]
     h_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
     h_TD = wide(w, h_TD)
-    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
     h_TI = F.linear(x_TD, w.per_layer_input_gate)
-    h_TI = F.gelu(h_TI, approximate="tanh")
-    h_TI = h_TI * per_layer_TI
+    h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
     h_TD = F.linear(h_TI, w.per_layer_projection)
-    h_TD = rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
-    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
-    return x_TD
+    return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
 
 
 def full_shared_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = full_shared_attention(w, h_TD, dims, step)  # reads the K/V pages of an earlier layer
-    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
     # spec: block[1]
     h_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
     h_TD = wide(w, h_TD)
-    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
     h_TI = F.linear(x_TD, w.per_layer_input_gate)
-    h_TI = F.gelu(h_TI, approximate="tanh")
-    h_TI = h_TI * per_layer_TI
+    h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
     h_TD = F.linear(h_TI, w.per_layer_projection)
-    h_TD = rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
-    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
-    return x_TD
+    return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
 
 
 LAYERS: dict[str, Callable[..., Tensor]] = {
@@ -436,11 +385,11 @@ class Walker:
         per_layer_model_projection_TLI = F.linear(x_TD, w.per_layer_model_projection).unflatten(-1, (dims.layers, dims.input_size))
         per_layer_model_projection_TLI = per_layer_model_projection_TLI * (1 / math.sqrt(dims.hidden))
         per_layer_model_projection_TLI = rms_norm(per_layer_model_projection_TLI, w.per_layer_projection_norm, dims.eps)
-        embed_tokens_per_layer_TLI = F.embedding(ids_T, w.embed_tokens_per_layer).unflatten(-1, (dims.layers, dims.input_size)) * rounded(math.sqrt(dims.input_size), w.embed_tokens_per_layer.dtype)
+        embed_tokens_per_layer_TLI = F.embedding(ids_T, w.embed_tokens_per_layer).unflatten(-1, (dims.layers, dims.input_size))
+        embed_tokens_per_layer_TLI = embed_tokens_per_layer_TLI * rounded(math.sqrt(dims.input_size), w.embed_tokens_per_layer.dtype)
         per_layer_TLI = per_layer_model_projection_TLI + embed_tokens_per_layer_TLI
         per_layer_TLI = per_layer_TLI * (1 / math.sqrt(2))
-        slices = zip(per_layer_TLI.unbind(1))
-        for layer, run, inputs in zip(self.layers, self.run, slices):
+        for layer, run, *inputs in zip(self.layers, self.run, per_layer_TLI.unbind(1)):
             x_TD = run(layer, x_TD, *inputs, dims, step)
         return rms_norm(x_TD, w.norm, dims.eps)
 

@@ -8,10 +8,9 @@ w the layer's weights, pages and state   d, dims the checkpoint's numbers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +27,29 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention, sliding_attention
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("gemma4_text", "gemma4")
 TEXT_CONFIG = "text_config"
 PREFIXES = ("model", "model.language_model")
 SKIP = ("model.vision_tower.*", "model.audio_tower.*", "model.embed_vision.*", "model.embed_audio.*")
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0, "enable_moe_block": False, "attention_k_eq_v": False, "use_double_wide_mlp": False, "global_head_dim": 512, "sliding_window": 512}
-REQUIRE = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": [None, "vision"], "enable_moe_block": True, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": None,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": False,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+}
+REQUIRE = {
+    "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": [None, "vision"], "enable_moe_block": True,
+    "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+}
 IGNORE = ("vocab_size_per_layer_input",)
 
 
@@ -68,12 +82,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by="layer_types",
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by="layer_types"
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -98,37 +107,16 @@ class Dims:
             raise ConfigError(f"attention.sliding gets {heads} heads, no multiple of its {kv_heads} kv_heads")
         if full_kv_heads < 1 or heads % full_kv_heads:
             raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {full_kv_heads} kv_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.everywhere("sliding"),
-                schedule.every(6, "full"),
-                schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
-                schedule.last(1, "full"),
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.everywhere("sliding"),
+            schedule.every(6, "full"),
+            schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
+            schedule.last(1, "full"),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            full_kv_heads=full_kv_heads,
-            full_head_dim=full_head_dim,
-            window=window,
-            size=size,
-            experts=experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            eps=eps,
-            attention_bias=attention_bias,
-            softcap=softcap,
-            tied=tied,
-            sliding_rope=sliding_rope,
-            full_rope=full_rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, full_kv_heads, full_head_dim, window, size, experts,
+            top_k, expert_size, eps, attention_bias, softcap, tied, sliding_rope, full_rope, kinds,
         )
 
 
@@ -161,14 +149,7 @@ def model_weights(d: Dims) -> list[Weight]:
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -189,25 +170,16 @@ def block_weights(d: Dims) -> list[Weight]:
 def sliding_weights(d: Dims) -> list[Weight]:
     # spec: attention.sliding
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
@@ -218,23 +190,14 @@ def sliding_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qk",
-            (d.heads * d.full_head_dim + d.full_kv_heads * d.full_head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.full_kv_heads * d.full_head_dim),
-            ),
-        ),
-        Weight(
-            "qk_bias",
-            (d.heads * d.full_head_dim + d.full_kv_heads * d.full_head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.full_kv_heads * d.full_head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qk", (d.heads * d.full_head_dim + d.full_kv_heads * d.full_head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.full_head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.full_kv_heads * d.full_head_dim),
+        )),
+        Weight("qk_bias", (d.heads * d.full_head_dim + d.full_kv_heads * d.full_head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.full_head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.full_kv_heads * d.full_head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.full_head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.full_head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.full_head_dim),)),
@@ -245,14 +208,10 @@ def full_weights(d: Dims) -> list[Weight]:
 def mlp_weights(d: Dims) -> list[Weight]:
     # spec: mlp.mlp
     return [
-        Weight(
-            "mlp_gate_up",
-            (2 * d.size, d.hidden),
-            (
-                Part("layers.*.mlp.gate_proj.weight", d.size),
-                Part("layers.*.mlp.up_proj.weight", d.size),
-            ),
-        ),
+        Weight("mlp_gate_up", (2 * d.size, d.hidden), (
+            Part("layers.*.mlp.gate_proj.weight", d.size),
+            Part("layers.*.mlp.up_proj.weight", d.size),
+        )),
         Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
     ]
 
@@ -263,20 +222,12 @@ def moe_weights(d: Dims) -> list[Weight]:
         Weight("moe_input_gain", (d.hidden,), (Part("layers.*.router.scale", d.hidden),)),
         Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.router.proj.weight", d.experts),)),
         Weight("moe_expert_gain", (d.experts,), (Part("layers.*.router.per_expert_scale", d.experts),)),
-        Weight(
-            "moe_gate_up",
-            (d.experts, 2 * d.expert_size, d.hidden),
-            layouts=(
-                Stacked("layers.*.experts.gate_up_proj"),
-            ),
-        ),
-        Weight(
-            "moe_down",
-            (d.experts, d.hidden, d.expert_size),
-            layouts=(
-                Stacked("layers.*.experts.down_proj"),
-            ),
-        ),
+        Weight("moe_gate_up", (d.experts, 2 * d.expert_size, d.hidden), layouts=(
+            Stacked("layers.*.experts.gate_up_proj"),
+        )),
+        Weight("moe_down", (d.experts, d.hidden, d.expert_size), layouts=(
+            Stacked("layers.*.experts.down_proj"),
+        )),
     ]
 
 
@@ -324,8 +275,7 @@ def sliding_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = sliding_attention(w, h_TD, dims, step)  # writes K/V pages
-    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
     # spec: block[1]
     mlp_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
     mlp_TD = mlp(w, mlp_TD)
@@ -335,19 +285,16 @@ def sliding_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     moe_TD = moe_experts(w, moe_TD, *routes, dims)
     moe_TD = rms_norm(moe_TD, w.post_feedforward_layernorm_2, dims.eps)
     h_TD = mlp_TD + moe_TD
-    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
-    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
-    return x_TD
+    return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
 
 
 def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = full_attention(w, h_TD, dims, step)  # the value is the raw key projection, before its norm and rope
-    h_TD = rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_attention_layernorm, dims.eps)
     # spec: block[1]
     mlp_TD = rms_norm(x_TD, w.pre_feedforward_layernorm, dims.eps)
     mlp_TD = mlp(w, mlp_TD)
@@ -357,11 +304,9 @@ def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     moe_TD = moe_experts(w, moe_TD, *routes, dims)
     moe_TD = rms_norm(moe_TD, w.post_feedforward_layernorm_2, dims.eps)
     h_TD = mlp_TD + moe_TD
-    h_TD = rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
-    x_TD = x_TD + h_TD
+    x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
-    x_TD = x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
-    return x_TD
+    return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
 
 
 LAYERS: dict[str, Callable[..., Tensor]] = {

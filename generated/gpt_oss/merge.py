@@ -16,35 +16,29 @@ from flexgen.runtime.lora import Deltas, merge_experts, merge_rows
 if TYPE_CHECKING:
     from .walker import Dims
 
-# module of an adapter -> the weight that holds it
-LORA: dict[str, str] = {
-    "embed_tokens": "embed_tokens",
-    "lm_head": "lm_head",
-    "self_attn.q_proj": "qkv",
-    "self_attn.k_proj": "qkv",
-    "self_attn.v_proj": "qkv",
-    "self_attn.o_proj": "o",
-    "mlp.experts.gate_up_proj": "moe_gate_up",
-    "mlp.experts.gate_up_proj_bias": "moe_gate_up_bias",
-    "mlp.experts.down_proj": "moe_down",
-    "mlp.experts.down_proj_bias": "moe_down_bias",
+# module of an adapter -> the weights that hold it
+LORA: dict[str, tuple[str, ...]] = {
+    "embed_tokens": ("embed_tokens",),
+    "lm_head": ("lm_head",),
+    "self_attn.q_proj": ("qkv",),
+    "self_attn.k_proj": ("qkv",),
+    "self_attn.v_proj": ("qkv",),
+    "self_attn.o_proj": ("o",),
+    "mlp.experts.gate_up_proj": ("moe_gate_up",),
+    "mlp.experts.gate_up_proj_bias": ("moe_gate_up_bias",),
+    "mlp.experts.down_proj": ("moe_down",),
+    "mlp.experts.down_proj_bias": ("moe_down_bias",),
 }
 
 
 def merge_embed_tokens(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "embed_tokens": d.vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"embed_tokens": d.vocab}, deltas)
 
 
 def merge_lm_head(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "lm_head": d.vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"lm_head": d.vocab}, deltas)
 
 
 def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -59,50 +53,29 @@ def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: attention.full
-    rows = {
-        "self_attn.o_proj": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"self_attn.o_proj": d.hidden}, deltas)
 
 
 def merge_moe_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(
-        out,
-        base,
-        "mlp.experts.gate_up_proj",
-        (),
-        deltas,
-        transposed=True,
-    )
+    per_expert = ()
+    return merge_experts(out, base, "mlp.experts.gate_up_proj", per_expert, deltas, transposed=True)
 
 
 def merge_moe_gate_up_bias(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    rows = {
-        "mlp.experts.gate_up_proj_bias": d.experts,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"mlp.experts.gate_up_proj_bias": d.experts}, deltas)
 
 
 def merge_moe_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    return merge_experts(
-        out,
-        base,
-        "mlp.experts.down_proj",
-        (),
-        deltas,
-        transposed=True,
-    )
+    per_expert = ()
+    return merge_experts(out, base, "mlp.experts.down_proj", per_expert, deltas, transposed=True)
 
 
 def merge_moe_down_bias(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: moe.moe
-    rows = {
-        "mlp.experts.down_proj_bias": d.experts,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"mlp.experts.down_proj_bias": d.experts}, deltas)
 
 
 MERGES = {

@@ -26,13 +26,21 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention, sliding_attention
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("gpt_oss",)
 TEXT_CONFIG = None
 PREFIXES = ("model",)
 SKIP = ()
-DEFAULTS = {"rms_norm_eps": 1e-5, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "sliding_window": 128, "rope_parameters": {"rope_theta": 150000.0}}
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "sliding_window": 128,
+    "rope_parameters": {"rope_theta": 150000.0},
+}
 REQUIRE = {"hidden_act": "silu", "attention_bias": True}
 IGNORE = ("initial_context_length", "experts_per_token", "quantization_config")
 
@@ -62,12 +70,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by="layer_types",
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by="layer_types"
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -86,31 +89,14 @@ class Dims:
         rope = config.rope("rope_parameters", types=("yarn",), head_dim=head_dim)
         if kv_heads < 1 or heads % kv_heads:
             raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.pattern(("sliding", "full")),
-                schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.pattern(("sliding", "full")),
+            schedule.by(config.optional("layer_types"), {"sliding_attention": "sliding", "full_attention": "full"}),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
-            experts=experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            alpha=alpha,
-            limit=limit,
-            eps=eps,
-            tied=tied,
-            rope=rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, window, experts, top_k, expert_size, alpha, limit, eps,
+            tied, rope, kinds,
         )
 
 
@@ -143,14 +129,7 @@ def model_weights(d: Dims) -> list[Weight]:
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -165,24 +144,35 @@ def block_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-        ),
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        )),
+        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
+        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),)),
+        Weight("sinks", (d.heads,), (Part("layers.*.self_attn.sinks", d.heads),)),
+    ]
+
+
+def sliding_weights(d: Dims) -> list[Weight]:
+    # spec: attention.sliding
+    return [
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        )),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),)),
         Weight("sinks", (d.heads,), (Part("layers.*.self_attn.sinks", d.heads),)),
@@ -194,30 +184,22 @@ def moe_weights(d: Dims) -> list[Weight]:
     return [
         Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.mlp.router.weight", d.experts),)),
         Weight("moe_router_bias", (d.experts,), (Part("layers.*.mlp.router.bias", d.experts),)),
-        Weight(
-            "moe_gate_up",
-            (d.experts, d.hidden, 2 * d.expert_size),
-            layouts=(
-                Stacked("layers.*.mlp.experts.gate_up_proj"),
-                Mxfp4("layers.*.mlp.experts.gate_up_proj"),
-            ),
-        ),
+        Weight("moe_gate_up", (d.experts, d.hidden, 2 * d.expert_size), layouts=(
+            Stacked("layers.*.mlp.experts.gate_up_proj"),
+            Mxfp4("layers.*.mlp.experts.gate_up_proj"),
+        )),
         Weight("moe_gate_up_bias", (d.experts, 2 * d.expert_size), (Part("layers.*.mlp.experts.gate_up_proj_bias", d.experts),)),
-        Weight(
-            "moe_down",
-            (d.experts, d.expert_size, d.hidden),
-            layouts=(
-                Stacked("layers.*.mlp.experts.down_proj"),
-                Mxfp4("layers.*.mlp.experts.down_proj"),
-            ),
-        ),
+        Weight("moe_down", (d.experts, d.expert_size, d.hidden), layouts=(
+            Stacked("layers.*.mlp.experts.down_proj"),
+            Mxfp4("layers.*.mlp.experts.down_proj"),
+        )),
         Weight("moe_down_bias", (d.experts, d.hidden), (Part("layers.*.mlp.experts.down_proj_bias", d.experts),)),
     ]
 
 
 WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "model": (model_weights,),
-    "sliding": (block_weights, full_weights, moe_weights),
+    "sliding": (block_weights, sliding_weights, moe_weights),
     "full": (block_weights, full_weights, moe_weights),
 }
 HEAD = "lm_head"

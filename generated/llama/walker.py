@@ -24,13 +24,19 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("llama",)
 TEXT_CONFIG = None
 PREFIXES = ("model",)
 SKIP = ("layers.*.self_attn.rotary_emb.inv_freq",)
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": {"rope_theta": 10000.0}}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_theta": 10000.0},
+}
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ("pretraining_tp",)
 
@@ -57,12 +63,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by=None,
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by=None
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -78,27 +79,12 @@ class Dims:
         rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=head_dim)
         if kv_heads < 1 or heads % kv_heads:
             raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.everywhere("full"),
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.everywhere("full"),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            size=size,
-            eps=eps,
-            attention_bias=attention_bias,
-            mlp_bias=mlp_bias,
-            tied=tied,
-            rope=rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, size, eps, attention_bias, mlp_bias, tied, rope, kinds,
         )
 
 
@@ -126,14 +112,7 @@ def model_weights(d: Dims) -> list[Weight]:
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -148,25 +127,16 @@ def block_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
     ]
@@ -175,23 +145,14 @@ def full_weights(d: Dims) -> list[Weight]:
 def mlp_weights(d: Dims) -> list[Weight]:
     # spec: mlp.mlp
     return [
-        Weight(
-            "mlp_gate_up",
-            (2 * d.size, d.hidden),
-            (
-                Part("layers.*.mlp.gate_proj.weight", d.size),
-                Part("layers.*.mlp.up_proj.weight", d.size),
-            ),
-        ),
-        Weight(
-            "mlp_gate_up_bias",
-            (d.size + d.size,),
-            (
-                Part("layers.*.mlp.gate_proj.bias", d.size),
-                Part("layers.*.mlp.up_proj.bias", d.size),
-            ),
-            present=d.mlp_bias,
-        ),
+        Weight("mlp_gate_up", (2 * d.size, d.hidden), (
+            Part("layers.*.mlp.gate_proj.weight", d.size),
+            Part("layers.*.mlp.up_proj.weight", d.size),
+        )),
+        Weight("mlp_gate_up_bias", (d.size + d.size,), (
+            Part("layers.*.mlp.gate_proj.bias", d.size),
+            Part("layers.*.mlp.up_proj.bias", d.size),
+        ), present=d.mlp_bias),
         Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
         Weight("mlp_down_bias", (d.hidden,), (Part("layers.*.mlp.down_proj.bias", d.hidden),), present=d.mlp_bias),
     ]

@@ -16,34 +16,28 @@ from flexgen.runtime.lora import Deltas, merge_rows
 if TYPE_CHECKING:
     from .walker import Dims
 
-# module of an adapter -> the weight that holds it
-LORA: dict[str, str] = {
-    "embed_tokens": "embed_tokens",
-    "lm_head": "lm_head",
-    "self_attn.q_proj": "qkv",
-    "self_attn.k_proj": "qkv",
-    "self_attn.v_proj": "qkv",
-    "self_attn.o_proj": "o",
-    "mlp.gate_proj": "mlp_gate_up",
-    "mlp.up_proj": "mlp_gate_up",
-    "mlp.down_proj": "mlp_down",
+# module of an adapter -> the weights that hold it
+LORA: dict[str, tuple[str, ...]] = {
+    "embed_tokens": ("embed_tokens",),
+    "lm_head": ("lm_head",),
+    "self_attn.q_proj": ("qkv",),
+    "self_attn.k_proj": ("qkv",),
+    "self_attn.v_proj": ("qkv",),
+    "self_attn.o_proj": ("o",),
+    "mlp.gate_proj": ("mlp_gate_up",),
+    "mlp.up_proj": ("mlp_gate_up",),
+    "mlp.down_proj": ("mlp_down",),
 }
 
 
 def merge_embed_tokens(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "embed_tokens": d.vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"embed_tokens": d.vocab}, deltas)
 
 
 def merge_lm_head(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: embedding, head
-    rows = {
-        "lm_head": d.vocab,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"lm_head": d.vocab}, deltas)
 
 
 def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -58,10 +52,7 @@ def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
 
 def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: attention.full
-    rows = {
-        "self_attn.o_proj": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"self_attn.o_proj": d.hidden}, deltas)
 
 
 def merge_mlp_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
@@ -75,10 +66,7 @@ def merge_mlp_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int
 
 def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
     # spec: mlp.mlp
-    rows = {
-        "mlp.down_proj": d.hidden,
-    }
-    return merge_rows(out, base, rows, deltas)
+    return merge_rows(out, base, {"mlp.down_proj": d.hidden}, deltas)
 
 
 MERGES = {

@@ -24,13 +24,21 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention, sliding_attention
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("qwen3",)
 TEXT_CONFIG = None
 PREFIXES = ("model",)
 SKIP = ("layers.*.self_attn.rotary_emb.inv_freq",)
-DEFAULTS = {"rms_norm_eps": 1e-6, "head_dim": 128, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "use_sliding_window": False, "max_window_layers": 28, "rope_parameters": {"rope_theta": 10000.0}}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "head_dim": 128,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "rope_parameters": {"rope_theta": 10000.0},
+}
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ()
 
@@ -57,12 +65,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by="layer_types",
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by="layer_types"
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -78,29 +81,14 @@ class Dims:
         rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=head_dim)
         if kv_heads < 1 or heads % kv_heads:
             raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.everywhere("full"),
-                schedule.since(config.optional("max_window_layers"), "sliding", when=config.optional("use_sliding_window")),
-                schedule.by(config.optional("layer_types"), {"full_attention": "full", "sliding_attention": "sliding"}),
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.everywhere("full"),
+            schedule.since(config.optional("max_window_layers"), "sliding", when=config.optional("use_sliding_window")),
+            schedule.by(config.optional("layer_types"), {"full_attention": "full", "sliding_attention": "sliding"}),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
-            size=size,
-            eps=eps,
-            attention_bias=attention_bias,
-            tied=tied,
-            rope=rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, window, size, eps, attention_bias, tied, rope, kinds,
         )
 
 
@@ -130,14 +118,7 @@ def model_weights(d: Dims) -> list[Weight]:
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -152,25 +133,36 @@ def block_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
+        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
+        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
+        Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
+        Weight("k_norm", (d.head_dim,), (Part("layers.*.self_attn.k_norm.weight", d.head_dim),)),
+    ]
+
+
+def sliding_weights(d: Dims) -> list[Weight]:
+    # spec: attention.sliding
+    return [
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
@@ -181,14 +173,10 @@ def full_weights(d: Dims) -> list[Weight]:
 def mlp_weights(d: Dims) -> list[Weight]:
     # spec: mlp.mlp
     return [
-        Weight(
-            "mlp_gate_up",
-            (2 * d.size, d.hidden),
-            (
-                Part("layers.*.mlp.gate_proj.weight", d.size),
-                Part("layers.*.mlp.up_proj.weight", d.size),
-            ),
-        ),
+        Weight("mlp_gate_up", (2 * d.size, d.hidden), (
+            Part("layers.*.mlp.gate_proj.weight", d.size),
+            Part("layers.*.mlp.up_proj.weight", d.size),
+        )),
         Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
     ]
 
@@ -196,7 +184,7 @@ def mlp_weights(d: Dims) -> list[Weight]:
 WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "model": (model_weights,),
     "full": (block_weights, full_weights, mlp_weights),
-    "sliding": (block_weights, full_weights, mlp_weights),
+    "sliding": (block_weights, sliding_weights, mlp_weights),
 }
 HEAD = "lm_head"
 

@@ -26,13 +26,25 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention, gdn_mixer
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
 TEXT_CONFIG = "text_config"
 PREFIXES = ("model", "model.language_model")
 SKIP = ("mtp.*", "model.visual.*")
-DEFAULTS = {"rms_norm_eps": 1e-6, "head_dim": 256, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate")
 
@@ -66,12 +78,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by="layer_types",
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by="layer_types"
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -96,36 +103,15 @@ class Dims:
             raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
         if key_heads < 1 or value_heads % key_heads:
             raise ConfigError(f"gdn.gdn gets {value_heads} value_heads, no multiple of its {key_heads} key_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.everywhere("linear"),
-                schedule.every(config.optional("full_attention_interval"), "full"),
-                schedule.by(config.optional("layer_types"), {"linear_attention": "linear", "full_attention": "full"}),
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.everywhere("linear"),
+            schedule.every(config.optional("full_attention_interval"), "full"),
+            schedule.by(config.optional("layer_types"), {"linear_attention": "linear", "full_attention": "full"}),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            key_heads=key_heads,
-            key_dim=key_dim,
-            value_heads=value_heads,
-            value_dim=value_dim,
-            kernel=kernel,
-            experts=experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            shared_size=shared_size,
-            eps=eps,
-            attention_bias=attention_bias,
-            tied=tied,
-            rope=rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, key_heads, key_dim, value_heads, value_dim, kernel,
+            experts, top_k, expert_size, shared_size, eps, attention_bias, tied, rope, kinds,
         )
 
 
@@ -163,14 +149,7 @@ def model_weights(d: Dims) -> list[Weight]:
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -185,25 +164,16 @@ def block_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qkv",
-            (d.heads * 2 * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * 2 * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * 2 * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * 2 * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * 2 * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * 2 * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * 2 * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * 2 * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
@@ -214,17 +184,15 @@ def full_weights(d: Dims) -> list[Weight]:
 def gdn_weights(d: Dims) -> list[Weight]:
     # spec: gdn.gdn
     return [
-        Weight(
-            "gdn_in",
-            (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim + d.value_heads * d.value_dim + d.value_heads + d.value_heads, d.hidden),
-            (
-                Part("layers.*.linear_attn.in_proj_qkv.weight", 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),
-                Part("layers.*.linear_attn.in_proj_z.weight", d.value_heads * d.value_dim),
-                Part("layers.*.linear_attn.in_proj_b.weight", d.value_heads),
-                Part("layers.*.linear_attn.in_proj_a.weight", d.value_heads),
-            ),
-        ),
-        Weight("gdn_conv", (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim, 1, d.kernel), (Part("layers.*.linear_attn.conv1d.weight", 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),)),
+        Weight("gdn_in", (2 * (d.key_heads * d.key_dim + d.value_heads * d.value_dim + d.value_heads), d.hidden), (
+            Part("layers.*.linear_attn.in_proj_qkv.weight", 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),
+            Part("layers.*.linear_attn.in_proj_z.weight", d.value_heads * d.value_dim),
+            Part("layers.*.linear_attn.in_proj_b.weight", d.value_heads),
+            Part("layers.*.linear_attn.in_proj_a.weight", d.value_heads),
+        )),
+        Weight("gdn_conv", (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim, 1, d.kernel), (
+            Part("layers.*.linear_attn.conv1d.weight", 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),
+        )),
         Weight("gdn_a_log", (d.value_heads,), (Part("layers.*.linear_attn.A_log", d.value_heads),)),
         Weight("gdn_dt_bias", (d.value_heads,), (Part("layers.*.linear_attn.dt_bias", d.value_heads),)),
         Weight("gdn_norm", (d.value_dim,), (Part("layers.*.linear_attn.norm.weight", d.value_dim),)),
@@ -235,14 +203,10 @@ def gdn_weights(d: Dims) -> list[Weight]:
 def shared_weights(d: Dims) -> list[Weight]:
     # spec: mlp.shared
     return [
-        Weight(
-            "shared_gate_up",
-            (2 * d.shared_size, d.hidden),
-            (
-                Part("layers.*.mlp.shared_expert.gate_proj.weight", d.shared_size),
-                Part("layers.*.mlp.shared_expert.up_proj.weight", d.shared_size),
-            ),
-        ),
+        Weight("shared_gate_up", (2 * d.shared_size, d.hidden), (
+            Part("layers.*.mlp.shared_expert.gate_proj.weight", d.shared_size),
+            Part("layers.*.mlp.shared_expert.up_proj.weight", d.shared_size),
+        )),
         Weight("shared_down", (d.hidden, d.shared_size), (Part("layers.*.mlp.shared_expert.down_proj.weight", d.hidden),)),
         Weight("shared_out_gate", (1, d.hidden), (Part("layers.*.mlp.shared_expert_gate.weight", 1),)),
     ]
@@ -252,22 +216,14 @@ def moe_weights(d: Dims) -> list[Weight]:
     # spec: moe.moe
     return [
         Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.mlp.gate.weight", d.experts),)),
-        Weight(
-            "moe_gate_up",
-            (d.experts, 2 * d.expert_size, d.hidden),
-            layouts=(
-                Stacked("layers.*.mlp.experts.gate_up_proj"),
-                PerExpert(("layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight")),
-            ),
-        ),
-        Weight(
-            "moe_down",
-            (d.experts, d.hidden, d.expert_size),
-            layouts=(
-                Stacked("layers.*.mlp.experts.down_proj"),
-                PerExpert(("layers.*.mlp.experts.*.down_proj.weight",)),
-            ),
-        ),
+        Weight("moe_gate_up", (d.experts, 2 * d.expert_size, d.hidden), layouts=(
+            Stacked("layers.*.mlp.experts.gate_up_proj"),
+            PerExpert(("layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight")),
+        )),
+        Weight("moe_down", (d.experts, d.hidden, d.expert_size), layouts=(
+            Stacked("layers.*.mlp.experts.down_proj"),
+            PerExpert(("layers.*.mlp.experts.*.down_proj.weight",)),
+        )),
     ]
 
 

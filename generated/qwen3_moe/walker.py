@@ -26,13 +26,21 @@ from flexgen.runtime.rope import Rope
 from .attention import full_attention, sliding_attention
 
 ABI = 2
-
 # checkpoint
 MODEL_TYPES = ("qwen3_moe",)
 TEXT_CONFIG = None
 PREFIXES = ("model",)
 SKIP = ("layers.*.self_attn.rotary_emb.inv_freq",)
-DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "norm_topk_prob": False, "decoder_sparse_step": 1, "use_sliding_window": False, "rope_parameters": {"rope_theta": 10000.0}}
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "use_sliding_window": False,
+    "rope_parameters": {"rope_theta": 10000.0},
+}
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ("max_window_layers",)
 
@@ -63,12 +71,7 @@ class Dims:
     def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
         config = Config(
-            raw,
-            model_types=MODEL_TYPES,
-            defaults=DEFAULTS,
-            require=REQUIRE,
-            ignore=(*IGNORE, *ignore),
-            layers_by=None,
+            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by=None
         )
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
@@ -88,34 +91,17 @@ class Dims:
         rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=head_dim)
         if kv_heads < 1 or heads % kv_heads:
             raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        kinds = config.schedule(
-            layers,
-            (
-                schedule.everywhere("dense"),
-                schedule.every(config.optional("decoder_sparse_step"), "sparse"),
-                schedule.at(config.optional("mlp_only_layers"), "dense"),
-                schedule.everywhere({"sparse": "sparse_sliding", "dense": "dense_sliding"}, when=config.optional("use_sliding_window")),  # the class has no layer_types: one flag makes every layer slide
-            ),
-        )
+        kinds = config.schedule(layers, (
+            schedule.everywhere("dense"),
+            schedule.every(config.optional("decoder_sparse_step"), "sparse"),
+            schedule.at(config.optional("mlp_only_layers"), "dense"),
+            # the class has no layer_types: one flag makes every layer slide
+            schedule.everywhere({"sparse": "sparse_sliding", "dense": "dense_sliding"}, when=config.optional("use_sliding_window")),
+        ))
         config.finish()
         return cls(
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
-            size=size,
-            experts=experts,
-            top_k=top_k,
-            expert_size=expert_size,
-            renormalise=renormalise,
-            eps=eps,
-            attention_bias=attention_bias,
-            tied=tied,
-            rope=rope,
-            kinds=kinds,
+            vocab, hidden, layers, heads, kv_heads, head_dim, window, size, experts, top_k, expert_size, renormalise,
+            eps, attention_bias, tied, rope, kinds,
         )
 
 
@@ -150,14 +136,7 @@ def model_weights(d: Dims) -> list[Weight]:
     return [
         Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
         Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight(
-            "lm_head",
-            (d.vocab, d.hidden),
-            (
-                Part("lm_head.weight", d.vocab),
-            ),
-            same_as="embed_tokens" if d.tied else None,
-        ),
+        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
     ]
 
 
@@ -172,25 +151,36 @@ def block_weights(d: Dims) -> list[Weight]:
 def full_weights(d: Dims) -> list[Weight]:
     # spec: attention.full
     return [
-        Weight(
-            "qkv",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden),
-            (
-                Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-            ),
-        ),
-        Weight(
-            "qkv_bias",
-            (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,),
-            (
-                Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-                Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-                Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-            ),
-            present=d.attention_bias,
-        ),
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
+        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
+        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
+        Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
+        Weight("k_norm", (d.head_dim,), (Part("layers.*.self_attn.k_norm.weight", d.head_dim),)),
+    ]
+
+
+def sliding_weights(d: Dims) -> list[Weight]:
+    # spec: attention.sliding
+    return [
+        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
+            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
+        )),
+        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
+            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
+            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
+            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
+        ), present=d.attention_bias),
         Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
         Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
         Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
@@ -201,14 +191,10 @@ def full_weights(d: Dims) -> list[Weight]:
 def mlp_weights(d: Dims) -> list[Weight]:
     # spec: mlp.mlp
     return [
-        Weight(
-            "mlp_gate_up",
-            (2 * d.size, d.hidden),
-            (
-                Part("layers.*.mlp.gate_proj.weight", d.size),
-                Part("layers.*.mlp.up_proj.weight", d.size),
-            ),
-        ),
+        Weight("mlp_gate_up", (2 * d.size, d.hidden), (
+            Part("layers.*.mlp.gate_proj.weight", d.size),
+            Part("layers.*.mlp.up_proj.weight", d.size),
+        )),
         Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
     ]
 
@@ -217,22 +203,14 @@ def moe_weights(d: Dims) -> list[Weight]:
     # spec: moe.moe
     return [
         Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.mlp.gate.weight", d.experts),)),
-        Weight(
-            "moe_gate_up",
-            (d.experts, 2 * d.expert_size, d.hidden),
-            layouts=(
-                Stacked("layers.*.mlp.experts.gate_up_proj"),
-                PerExpert(("layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight")),
-            ),
-        ),
-        Weight(
-            "moe_down",
-            (d.experts, d.hidden, d.expert_size),
-            layouts=(
-                Stacked("layers.*.mlp.experts.down_proj"),
-                PerExpert(("layers.*.mlp.experts.*.down_proj.weight",)),
-            ),
-        ),
+        Weight("moe_gate_up", (d.experts, 2 * d.expert_size, d.hidden), layouts=(
+            Stacked("layers.*.mlp.experts.gate_up_proj"),
+            PerExpert(("layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight")),
+        )),
+        Weight("moe_down", (d.experts, d.hidden, d.expert_size), layouts=(
+            Stacked("layers.*.mlp.experts.down_proj"),
+            PerExpert(("layers.*.mlp.experts.*.down_proj.weight",)),
+        )),
     ]
 
 
@@ -240,8 +218,8 @@ WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
     "model": (model_weights,),
     "sparse": (block_weights, full_weights, moe_weights),
     "dense": (block_weights, full_weights, mlp_weights),
-    "sparse_sliding": (block_weights, full_weights, moe_weights),
-    "dense_sliding": (block_weights, full_weights, mlp_weights),
+    "sparse_sliding": (block_weights, sliding_weights, moe_weights),
+    "dense_sliding": (block_weights, sliding_weights, mlp_weights),
 }
 HEAD = "lm_head"
 

@@ -209,7 +209,7 @@ def test_a_dry_run_lists_the_same_and_writes_nothing(project):
 # ---------------------------------------------------------------- templates that are wrong
 
 WRONG = {
-    "undefined": ("    return x_TD\n", "    return {{ no_such_name }}\n", "'no_such_name' is undefined"),
+    "undefined": ("HEAD = ", "HEAD = {{ no_such_name }}", "'no_such_name' is undefined"),
     "attribute": ("{{ kind.function }}", "{{ kind.funktion }}", "no attribute 'funktion'"),
     "syntax": ("{% for kind in arch.kinds %}", "{% for kind arch.kinds %}", "expected token 'in', got 'arch'"),
     "filter": ("| tuple }}", "| tupel }}", "No filter named 'tupel'."),
