@@ -45,7 +45,7 @@ def capture(llm, sizes):
     runner.graphs, runner._mark = HostGraphs(*parts, sizes, runner.device), mark_sizes
 
 
-@pytest.mark.parametrize("spec, captured", [*((spec, False) for spec in SPECS), ("gpt_oss", True), ("qwen3_5_moe", True)])
+@pytest.mark.parametrize("spec, captured", [*((spec, False) for spec in SPECS), ("gpt_oss", True), ("qwen3_moe", True)])
 def test_experts_are_transformers_own_through_chunks_and_preemptions(spec, captured):
     llm = engine(spec, num_gpu_blocks_override=8, max_num_batched_tokens=11)
     if captured:

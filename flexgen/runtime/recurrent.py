@@ -9,6 +9,7 @@ n chunks of a step.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -112,6 +113,7 @@ def _delta_rule_cuda(
 FLA = "flash-linear-attention"
 
 
+@cache
 def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
     """What runs prompts: the plain form on a host; on CUDA flash-linear-attention if installed (it takes 16 bits only),
     else Triton. Of the three, flash-linear-attention alone makes the host wait for the device, to count chunks.
