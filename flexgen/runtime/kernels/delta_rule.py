@@ -15,7 +15,8 @@ from torch import Tensor
 from flexgen.runtime.kernels.launch import shared_memory
 
 _BLOCK_V = 32
-_CHUNK = 64
+_CHUNK = {2: 64, 4: 32}
+"""Tokens of a chunk by bytes of an element: fp32 in three products of tf32 needs the room."""
 
 
 @triton.jit
@@ -173,19 +174,20 @@ def delta_prefill(
     assert state.dtype == torch.float32 and state[0].is_contiguous()
     assert all(x.stride(-1) == 1 for x in (q_THk, k_THk, v_TVv, g_TV, beta_TV))
     rows = len(state_R)
-    chunks = triton.cdiv(tokens, _CHUNK) + rows  # at least as many as there are
-    counts_R = (starts_R.diff() + _CHUNK - 1) // _CHUNK
+    chunk = _CHUNK[v_TVv.element_size()]
+    chunks = triton.cdiv(tokens, chunk) + rows  # at least as many as there are
+    counts_R = (starts_R.diff() + chunk - 1) // chunk
     ends_R = counts_R.cumsum(0)
     row_n = torch.searchsorted(ends_R, torch.arange(chunks, device=ends_R.device), right=True)
     firsts_R = torch.cat((ends_R - counts_R, ends_R[-1:]))
     index_n = torch.arange(chunks, device=ends_R.device) - firsts_R[row_n]
     values, keys, scores = (
         torch.empty((tokens, value_heads, width), dtype=torch.float32, device=v_TVv.device)
-        for width in (value, key, _CHUNK)
+        for width in (value, key, chunk)
     )
     out = v_TVv.new_zeros(v_TVv.shape)
     sizes = {
-        "GROUP": value_heads // key_heads, "VALUE_HEADS": value_heads, "KEY": key, "VALUE": value, "CHUNK": _CHUNK,
+        "GROUP": value_heads // key_heads, "VALUE_HEADS": value_heads, "KEY": key, "VALUE": value, "CHUNK": chunk,
         "BLOCK_K": max(16, triton.next_power_of_2(key)), "BLOCK_V": _BLOCK_V,
         "PRECISION": "tf32x3" if v_TVv.dtype == torch.float32 else "tf32",
     }  # fmt: skip
@@ -197,12 +199,12 @@ def delta_prefill(
     _scan_kernel[(triton.cdiv(value, _BLOCK_V), rows, value_heads)](
         q_THk, k_THk, g_TV, values, keys, scores, starts_R, state, state_R, out,
         *inner, g_TV.stride(0), *state.stride()[:2], key**-0.5, **sizes, num_warps=4,
-        num_stages=_stages(key, q_THk.element_size(), v_TVv.device),
+        num_stages=_stages(chunk, key, q_THk.element_size(), v_TVv.device),
     )  # fmt: skip
     return out
 
 
-def _stages(key: int, element_size: int, device: torch.device) -> int:
+def _stages(chunk: int, key: int, element_size: int, device: torch.device) -> int:
     """2, for loads of the next chunk during this one, where shared memory holds two."""
-    chunk = _CHUNK * (4 * (key + _CHUNK + _BLOCK_V) + 2 * key * element_size)
-    return 2 if 2 * chunk + 2**15 <= shared_memory(device) else 1
+    loaded = chunk * (4 * (key + chunk + _BLOCK_V) + 2 * key * element_size)
+    return 2 if 2 * loaded + 2**15 <= shared_memory(device) else 1
