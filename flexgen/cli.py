@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from enum import StrEnum
@@ -191,12 +192,31 @@ def schema(
 
 
 @app.command()
-def explain(code: Annotated[str, typer.Argument(help="A diagnostic's code, such as SPEC004.")]) -> None:
-    """Explain a diagnostic: why, and an example of it wrong and right."""
-    if code not in CODES:
-        near = nearest(code, CODES)
-        raise UsageError(f"no diagnostic `{code}`" + (f": did you mean {near}?" if near else f": {', '.join(CODES)}"))
-    print(CODES[code].explain(), end="")
+def explain(
+    what: Annotated[
+        str | None,
+        typer.Argument(help="A diagnostic's code (SPEC004), a generated line (generated/llama/walker.py:80), or a spec."),
+    ] = None,
+    path: Annotated[str | None, typer.Argument(help="A place in the spec, such as attention.full.rope.")] = None,
+    map: Annotated[bool, typer.Option("--map", help="Print where every generated line comes from, as JSON.")] = False,
+) -> None:
+    """Explain a diagnostic, a generated line, a spec or a place in one."""
+    if what in CODES and path is None and not map:
+        print(CODES[what].explain(), end="")
+        return
+    if what is not None and re.fullmatch("SPEC[0-9]*", what):
+        near = nearest(what, CODES)
+        raise UsageError(f"no diagnostic `{what}`" + (f": did you mean {near}?" if near else f": {', '.join(CODES)}"))
+    if what is None and not map:
+        raise UsageError("give a code, a generated line, or a spec")
+    from flexgen import explain as explaining
+
+    if map:
+        print(explaining.whole_map(what), end="")
+    elif line := explaining.LINE.fullmatch(what or ""):
+        print(explaining.explain_line(Path(line[1]), int(line[2])), end="")
+    else:
+        print(explaining.explain_path(what or "", path) if path else explaining.explain_spec(what or ""), end="")
 
 
 @app.command()

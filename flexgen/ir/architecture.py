@@ -66,12 +66,10 @@ class WeightTable:
 
 @dataclass(frozen=True)
 class Split:
-    """One output of a fused projection: variable, rows as code, and the shape it is viewed as."""
+    """One output of a fused projection: variable, and rows as code."""
 
     name: str
     rows: str
-    heads: str
-    width: str
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,6 @@ class LayerInput:
 
     name: str
     variable: str
-    size: str
     statements: tuple[Statement, ...]
     path: str
     why: str | None

@@ -80,7 +80,7 @@ class Block:
             message = f"`{name}` ends with width {_shown(value.width)}, and its `size` is {_shown(size)}"
             self.problems.add("SPEC017", message, (*at, "size"))
         self._view = None
-        return ir.LayerInput(name, value.name, size, tuple(statements), ".".join(at), entry.why)
+        return ir.LayerInput(name, value.name, tuple(statements), ".".join(at), entry.why)
 
     _view: tuple[str, str] | None = None
 

@@ -122,13 +122,13 @@ class Parts:
     ) -> tuple[tuple[ir.Split, ...], list[tuple[str, str]]]:
         """What the fused projection yields, and the checkpoint modules that fill its rows."""
         q_width = f"2 * {width}" if entry.gate != "none" else width
-        splits = [ir.Split("q", f"{heads} * {q_width}", heads, q_width)]
+        splits = [ir.Split("q", f"{heads} * {q_width}")]
         modules = [entry.q]
         if entry.kv_of == "none":
-            splits.append(ir.Split("k", f"{kv_heads} * {width}", kv_heads, width))
+            splits.append(ir.Split("k", f"{kv_heads} * {width}"))
             modules.append(entry.k)
             if entry.value == "projected":
-                splits.append(ir.Split("v", f"{kv_heads} * {width}", kv_heads, width))
+                splits.append(ir.Split("v", f"{kv_heads} * {width}"))
                 modules.append(entry.v)
         rows = [split.rows.replace("dims.", "d.") for split in splits]
         return tuple(splits), list(zip(modules, rows, strict=True))

@@ -18,6 +18,7 @@ from flexgen.assets import root
 from flexgen.errors import FlexError
 from flexgen.ir.architecture import Architecture
 from flexgen.render.lint import lint
+from flexgen.render.marks import MARK, Mark, MarkedEnvironment, Recorder, watch
 
 ABI = 2
 """The ABI that the templates target; `flexgen.runtime.abi.ABI` must equal it (tested)."""
@@ -66,7 +67,30 @@ def manifest(architecture: Architecture, files: dict[str, str]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
+def render_marked(architecture: Architecture, name: str) -> list[tuple[str, list[Mark]]]:
+    """The lines of one file, each with the marks of the template lines that wrote it; none: the line before goes on.
+
+    Raises RenderError.
+    """
+    environment = _environment(tuple(sorted(read_templates(root("templates")).items())), MarkedEnvironment)
+    assert isinstance(environment, MarkedEnvironment)
+    environment.recorder = recorder = Recorder()
+    raw = _text(watch(architecture, "", recorder), name, environment).split("\n")
+    lines = [(MARK.sub("", line).rstrip(), [recorder.marks[int(number)] for number in MARK.findall(line)]) for line in raw]
+    return [lines[index] for index in _kept([text for text, _ in lines])]
+
+
 def _render_file(architecture: Architecture, name: str, environment: Environment) -> str:
+    lines = [line.rstrip() for line in _text(architecture, name, environment).split("\n")]
+    text = "".join(f"{lines[index]}\n" for index in _kept(lines))
+    problems = lint(text)
+    if problems:
+        raise RenderError(f"generated/{architecture.name}/{name} is wrong:\n" + "\n".join(problems))
+    return text
+
+
+def _text(architecture: Architecture, name: str, environment: Environment) -> str:
+    """What the template writes; with marks, where the environment leaves them."""
     mixers = [part.function for part in (*architecture.attentions, *architecture.gdns)]
     body = ""
 
@@ -84,20 +108,15 @@ def _render_file(architecture: Architecture, name: str, environment: Environment
     }
     try:
         template = environment.get_template(f"{name}.j2")
-        first = template.render(context)
+        first = MARK.sub("", template.render(context))
         body = "\n".join(line for line in first.split("\n") if not line.startswith(("from ", "import ")))
-        text = template.render(context)
+        return template.render(context)
     except TemplateSyntaxError as error:
         where = f"templates/{error.name}:{error.lineno}"
         raise RenderError(f"{where}: {error.message} (rendering {architecture.source})") from None
     except Exception as error:  # a template can go wrong in any way that an expression can
         message = f"{_template_line(error)}: {error or type(error).__name__} (rendering {architecture.source})"
         raise RenderError(message) from None
-    text = _tidy(text)
-    problems = lint(text)
-    if problems:
-        raise RenderError(f"generated/{architecture.name}/{name} is wrong:\n" + "\n".join(problems))
-    return text
 
 
 def _template_line(error: BaseException) -> str:
@@ -112,20 +131,21 @@ def _template_line(error: BaseException) -> str:
     return found
 
 
-def _tidy(text: str) -> str:
-    """One blank line between statements, two around definitions, no trailing spaces."""
-    lines = [line.rstrip() for line in text.split("\n")]
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n") + "\n"
+def _kept(lines: Sequence[str]) -> list[int]:
+    """The lines that stay: at most two blank ones in a row, and none at the ends."""
+    full = [index for index, line in enumerate(lines) if line]
+    spans = zip([full[0] - 1, *full], full)
+    return [index for before, index in spans for index in (*range(before + 1, index)[:2], index)]
 
 
 # ---------------------------------------------------------------- filters
 
 
 @lru_cache(maxsize=4)
-def _environment(sources: tuple[tuple[str, str], ...]) -> Environment:
+def _environment(sources: tuple[tuple[str, str], ...], kind: type[Environment] = Environment) -> Environment:
     """Keyed by the templates' texts, so that one which changed is never taken for what it was."""
     texts = dict(sources)
-    environment = Environment(
+    environment = kind(
         loader=FunctionLoader(lambda name: (texts[name], f"templates/{name}", None) if name in texts else None),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -137,6 +157,7 @@ def _environment(sources: tuple[tuple[str, str], ...]) -> Environment:
         tuple=_tuple,
         literal=_literal,
         lines=_lines,
+        width=lambda text: len(MARK.sub("", text)),
         filled=_filled,
         filled_tuple=_filled_tuple,
         filled_dict=_filled_dict,
