@@ -62,18 +62,28 @@ def explain_path(name: str, text: str) -> str:
     spec, found = load_map(name)
     path, node = parse_path(text), _value(spec, text)
     out = [f"{show_path(path)}: {_doc(spec, path)}", "", f"{place(spec, path)}: {_written(spec, path, node)}"]
-    lines = [
+    holder, lines = next(((p, ls) for p in _upwards(path) if (ls := _lines(found, p))), ((), []))
+    if holder != path:
+        what = f"it is part of `{show_path(holder)}`, which becomes" if holder else "only the manifest's digest tells it"
+        out += ["", f"no generated line is about it alone: {what}"]
+    out += ["", *(f"generated/{spec.model.name}/{file}:{number}: {code}" for file, number, code in lines[:MAX_LINES])]
+    if len(lines) > MAX_LINES:
+        out.append(f"and {len(lines) - MAX_LINES} more lines")
+    return "\n".join(out).rstrip("\n") + "\n"
+
+
+def _upwards(path: SpecPath) -> list[SpecPath]:
+    """A place and the entries around it, as far as the entry that has a name; `tiny` stands for nothing generated."""
+    return [path[:length] for length in range(len(path), min(len(path), 2) - 1, -1)] if path[0] != "tiny" else []
+
+
+def _lines(found: Map, path: SpecPath) -> list[tuple[str, int, str]]:
+    return [
         (file, number, origin.text.strip())
         for file, origins in found.items()
         for number, origin in enumerate(origins, 1)
         if origin.text and any(item[: len(path)] == path for item in origin.spec)
     ]
-    out += ["", *(f"generated/{spec.model.name}/{file}:{number}: {code}" for file, number, code in lines[:MAX_LINES])]
-    if len(lines) > MAX_LINES:
-        out.append(f"and {len(lines) - MAX_LINES} more lines")
-    if not lines:
-        out.append("no generated line holds it: only the manifest's digest stands for it")
-    return "\n".join(out) + "\n"
 
 
 def explain_spec(name: str) -> str:

@@ -39,6 +39,7 @@ class NormCall:
     gain: str
     eps: str
     why: str | None
+    path: str
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Parts:
             self.problems.add("SPEC025", message, (*at, "cast"), help="gain one_plus goes with cast after")
             return None
         eps = self.scope.code(entry.eps, (*at, "eps"), "float")
-        return ir.NormCall(function, "None" if entry.gain == "none" else gain, eps, entry.why)
+        return ir.NormCall(function, "None" if entry.gain == "none" else gain, eps, entry.why, f"norms.{name}")
 
     def has_gain(self, name: str) -> bool:
         """Whether a named norm has a weight."""

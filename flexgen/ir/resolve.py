@@ -117,7 +117,7 @@ class _Resolver:
         same = {} if tied is False else {"same_as": embedding.role, "same_when": None if tied is True else str(tied)}
         rows.append(ir.Row(role, ("d.vocab", "d.hidden"), ((f"{entry.weight}.weight", "d.vocab"),), **same))
         softcap = self.scope.optional(entry.softcap, ("head", "softcap"))
-        call = call or ir.NormCall("rms_norm", "None", "0", None)
+        call = call or ir.NormCall("rms_norm", "None", "0", None, "norms")
         call = replace(call, why=norm_why(entry.norm, call))
         return ir.Head(call, f"w.{role}", softcap, entry.why), rows
 
