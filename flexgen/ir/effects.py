@@ -58,8 +58,8 @@ def check_checkpoint(checkpoint: models.Checkpoint, rows: Iterable[ir.Row], prob
 
 
 def _check_unique(items: Sequence[str], at: SpecPath, problems: Problems) -> None:
+    first: dict[str, int] = {}
     for index, name in enumerate(items):
-        first = items.index(name)
-        if first < index:
-            note = ("listed first here", (*at, first))
+        if first.setdefault(name, index) < index:
+            note = ("listed first here", (*at, first[name]))
             problems.add("SPEC010", f"`{name}` is listed twice", (*at, index), help="remove one", note=note)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from flexgen.ir import architecture as ir
 from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
@@ -89,4 +91,4 @@ def _check_target(rule: models.Rule, selector: str, path: SpecPath, problems: Pr
 
 
 def _mapping(kinds: dict[str, str]) -> str:
-    return "{" + ", ".join(f'"{key}": "{value}"' for key, value in kinds.items()) + "}"
+    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: \"{value}\"" for key, value in kinds.items()) + "}"

@@ -162,6 +162,7 @@ def _environment(sources: tuple[tuple[str, str], ...], kind: type[Environment] =
         filled_tuple=_filled_tuple,
         filled_dict=_filled_dict,
         comment=lambda text: f"  # {' '.join(str(text).split())}" if text else "",
+        docstring=lambda text: " ".join(text.split()).replace("\\", "\\\\").replace('"', '\\"'),
         given=lambda items: [item for item in items if item],
         named=lambda code, name: f"{name}={code}" if code else None,
         keyword=lambda code, name: f", {name}={code}" if code else "",

@@ -35,6 +35,9 @@ Text = Annotated[
     BeforeValidator(_source_text, json_schema_input_type=str | int | float | bool),
     Field(max_length=200),
 ]
+MAX_ENTRIES = 100
+"""Of a section: far more than any architecture has, and little enough that every check stays quick."""
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
 
@@ -45,7 +48,7 @@ class Section(BaseModel):
 
 
 class Entry(Section):
-    why: str | None = Field(None, description="Becomes the comment beside the generated line.")
+    why: str | None = Field(None, max_length=160, description="Becomes the comment beside the generated line.")
 
 
 # ---------------------------------------------------------------- checkpoint
@@ -393,24 +396,24 @@ class SpecModel(Section):
     summary: str = Field(min_length=1, max_length=200, description="One sentence: becomes the generated docstring.")
     checkpoint: Checkpoint = Field(description="Which files this spec reads, and how their tensors are named.")
     dims: dict[Identifier, Text] = Field(
-        description="Numbers and flags from config.json, in order; each may use earlier ones."
+        max_length=MAX_ENTRIES, description="Numbers and flags from config.json, in order; each may use earlier ones."
     )
-    norms: dict[Identifier, Norm] = Field({}, description="Named norms.")
-    ropes: dict[Identifier, RopeEntry] = Field({}, description="Named rotary tables.")
-    attention: dict[Identifier, Attention] = Field({}, description="Named attentions.")
+    norms: dict[Identifier, Norm] = Field({}, max_length=MAX_ENTRIES, description="Named norms.")
+    ropes: dict[Identifier, RopeEntry] = Field({}, max_length=MAX_ENTRIES, description="Named rotary tables.")
+    attention: dict[Identifier, Attention] = Field({}, max_length=MAX_ENTRIES, description="Named attentions.")
     gdn: dict[Identifier, GatedDelta] = Field(
-        {}, description="Named gated-delta mixers (linear attention with a state)."
+        {}, max_length=MAX_ENTRIES, description="Named gated-delta mixers (linear attention with a state)."
     )
-    mlp: dict[Identifier, Mlp] = Field({}, description="Named MLPs.")
-    moe: dict[Identifier, Moe] = Field({}, description="Named layers of routed experts.")
+    mlp: dict[Identifier, Mlp] = Field({}, max_length=MAX_ENTRIES, description="Named MLPs.")
+    moe: dict[Identifier, Moe] = Field({}, max_length=MAX_ENTRIES, description="Named layers of routed experts.")
     layer_inputs: dict[Identifier, LayerInput] = Field(
-        {}, description="Values computed once from the tokens, one slice a layer."
+        {}, max_length=MAX_ENTRIES, description="Values computed once from the tokens, one slice a layer."
     )
     kinds: dict[Identifier, dict[Identifier, Identifier]] = Field(
-        min_length=1, description="Layer kinds; each fills the block's slots with named parts."
+        min_length=1, max_length=MAX_ENTRIES, description="Layer kinds; each fills the block's slots with named parts."
     )
-    schedule: list[Rule] = Field(min_length=1, description="Which layer has which kind; later rules win.")
-    block: list[BlockPart] = Field(min_length=1, description="What one layer computes, as a sum.")
+    schedule: list[Rule] = Field(min_length=1, max_length=MAX_ENTRIES, description="Which layer has which kind; later rules win.")
+    block: list[BlockPart] = Field(min_length=1, max_length=MAX_ENTRIES, description="What one layer computes, as a sum.")
     embedding: Embedding = Field(description="From token ids to the stream.")
     head: Head = Field(description="From the stream to logits.")
     tiny: dict[str, Any] = Field(description="The smallest config.json that shows every feature of the spec.")
