@@ -76,12 +76,12 @@ def paged(rows: list[tuple[int, int]], kv_heads: int, width: int) -> tuple[torch
 def attention_cases() -> Iterator[dict]:
     for name, heads, kv_heads, width, window, sunk, cap in ATTENTIONS:
         for batch, rows in BATCHES.items():
-            tokens, max_query = sum(count for count, _ in rows), max(count for count, _ in rows)
+            tokens = sum(count for count, _ in rows)
             sinks = torch.randn(heads, device=DEVICE).bfloat16() if sunk else None
             scale, sets = width**-0.5, []
             for _ in range(DATA_SETS):
                 q = torch.randn(tokens, heads, width, device=DEVICE).bfloat16()
-                sets.append((q, *paged(rows, kv_heads, width), max_query, scale, window, sinks, cap))
+                sets.append((q, *paged(rows, kv_heads, width), scale, window, sinks, cap))
             q, k_pages, v_pages, *placed = sets[0][:6]
             scoring = attention.Scoring(scale, window, None if sinks is None else sinks.float(), cap, True)
             wide = (q.float(), k_pages.float(), v_pages.float())

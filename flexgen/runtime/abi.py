@@ -138,13 +138,14 @@ class PageStep:
 class Step:
     """One call of the walker: T tokens of R requests, packed; row r owns tokens starts_R[r] to starts_R[r + 1].
 
+    A row has at least one token, so T == R tells a decode step, of one token a row.
+
     positions_T  (T,) int64     position of each token in its request
     rows_T       (T,) int32     row of each token
     starts_R     (R + 1,) int32
     lengths_R    (R,) int32     tokens of each request once this step has written (its position + 1 for decode)
     pages        by attention entry; entries of one group share the same object
     state_R      (R,) int64     state slot of each row, or None where the model has no recurrent state
-    max_query    an upper bound of a row's tokens; 1 is a decode step, and then T == R
     """
 
     positions_T: Tensor
@@ -153,4 +154,3 @@ class Step:
     lengths_R: Tensor
     pages: dict[str, PageStep]
     state_R: Tensor | None = None
-    max_query: int = 1

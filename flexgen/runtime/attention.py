@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.runtime.abi import Layer, PageStep, Step
+from flexgen.runtime.operators import operator
 from flexgen.runtime.ops import softcap as cap_scores
 
 
@@ -54,7 +55,6 @@ def attend(
         pages.table_RB,
         step.starts_R,
         step.lengths_R,
-        step.max_query,
         scale,
         window,
         sinks,
@@ -176,15 +176,13 @@ def attend_rows(
     return o_TNH
 
 
-@torch.library.custom_op("flexgen::attend", mutates_args=(), device_types="cpu")
-def _attend(
+def _attend_cpu(
     q_TNH: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     table_RB: Tensor,
     starts_R: Tensor,
     lengths_R: Tensor,
-    max_query: int,
     scale: float,
     window: int | None,
     sinks: Tensor | None,
@@ -195,12 +193,10 @@ def _attend(
     return attend_rows(choose(q_TNH.dtype, scoring), q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, scoring)
 
 
-@_attend.register_fake
 def _attend_fake(q_TNH: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q_TNH)
 
 
-@_attend.register_kernel("cuda")
 def _attend_cuda(
     q_TNH: Tensor,
     k_pages: Tensor,
@@ -208,7 +204,6 @@ def _attend_cuda(
     table_RB: Tensor,
     starts_R: Tensor,
     lengths_R: Tensor,
-    max_query: int,
     scale: float,
     window: int | None,
     sinks: Tensor | None,
@@ -219,5 +214,8 @@ def _attend_cuda(
     from flexgen.runtime.kernels import paged_attention  # Triton is there where CUDA is
 
     return paged_attention.attend(
-        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, max_query, scale, window, sinks, softcap
+        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, scale, window, sinks, softcap
     )
+
+
+operator("attend", cpu=_attend_cpu, cuda=_attend_cuda, fake=_attend_fake)

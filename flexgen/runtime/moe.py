@@ -10,26 +10,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen.runtime.operators import operator
 from flexgen.runtime.ops import ACTIVATIONS
 
 Layout = Literal["out_in", "in_out"]
 
 
 def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k best experts of each token, best first: (values_TK, experts_TK int64); ties as torch.topk breaks them.
+    """The k best experts of each token, best first: (values_TK, experts_TK int64).
+
+    Ties are broken as torch.topk breaks them on a host, and by order on CUDA.
 
     record: (at least T, K) int16, takes the experts in its first T rows; None where nobody asks for them.
     """
-    weights_TK, experts_TK = torch.topk(scores_TE, k, dim=-1)
+    weights_TK, experts_TK = torch.ops.flexgen.top_k(scores_TE, k)
     if record is not None:
         record[: experts_TK.shape[0]] = experts_TK
     return weights_TK, experts_TK
+
+
+def _top_k_cpu(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return torch.topk(scores_TE, k, dim=-1)
+
+
+def _top_k_cuda(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    from flexgen.runtime.kernels.routing import top_k  # Triton is there where CUDA is
+
+    return top_k(scores_TE, k)
+
+
+def _top_k_fake(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape = (scores_TE.shape[0], k)
+    return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
+
+
+operator("top_k", cpu=_top_k_cpu, cuda=_top_k_cuda, fake=_top_k_fake)
 
 
 def renormalise(weights_TK: Tensor, on: bool) -> Tensor:
@@ -155,9 +177,9 @@ def grouped(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weigh
 
 
 def routed(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """The Triton kernels for decode sizes; the sum over a token's K experts stays open to fusion."""
+    """The Triton kernels for decode sizes; the sum over a token's K experts is written out, for the compiler to fuse."""
     parts_TKD = torch.ops.flexgen.experts_routed(x_TD, weights_TK, experts_TK, **weights.flat(gate))
-    return parts_TKD.sum(dim=1).to(x_TD.dtype)
+    return reduce(torch.add, parts_TKD.unbind(1)).to(x_TD.dtype)
 
 
 def _serves_routed(x_TD: Tensor, weights: Weights) -> bool:
@@ -189,7 +211,6 @@ def choose(x_TD: Tensor, weights: Weights) -> Backend:
     return next(run for serves, run in BACKENDS if serves(x_TD, weights))
 
 
-@torch.library.custom_op("flexgen::experts_loop", mutates_args=())
 def _experts_loop(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -218,7 +239,6 @@ def _experts_loop(
     return y_TD
 
 
-@_experts_loop.register_fake
 def _experts_loop_fake(x_TD: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x_TD)
 
@@ -228,7 +248,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout:
     return y if bias is None else y + bias[expert]
 
 
-@torch.library.custom_op("flexgen::experts_routed", mutates_args=(), device_types="cuda")
 def _experts_routed(
     x_TD: Tensor,
     weights_TK: Tensor,
@@ -250,6 +269,9 @@ def _experts_routed(
     return weighted_routes(x_TD, weights_TK, experts_TK, **weights.flat(Gate(act, alpha, limit, up_offset)))
 
 
-@_experts_routed.register_fake
 def _experts_routed_fake(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
     return x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]), dtype=torch.float32)
+
+
+operator("experts_loop", cpu=_experts_loop, cuda=_experts_loop, fake=_experts_loop_fake)
+operator("experts_routed", cpu=_experts_routed, cuda=_experts_routed, fake=_experts_routed_fake)

@@ -59,13 +59,16 @@ def gated_rms_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
 def rotate(x_TNH: Tensor, cos: Tensor, sin: Tensor, positions_T: Tensor) -> Tensor:
     """Rotary embedding in the half layout: dim j turns with dim j + d/2 (Su et al. 2021, arXiv:2104.09864).
 
-    cos, sin: (positions, d/2) in x's dtype, as `Rope.tables` makes them. Dims beyond d pass through.
+    cos, sin: (positions, d/2) in x's dtype, as `Rope.tables` makes them. Dims beyond d pass through. Written over whole
+    heads, so that the compiler makes one kernel of it and the norm before it.
     """
     half = cos.shape[-1]
-    cos_T1h, sin_T1h = cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
-    first, second, rest = x_TNH.split((half, half, x_TNH.shape[-1] - 2 * half), dim=-1)
-    turned = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
-    return torch.cat((*turned, rest), dim=-1)
+    turned_TNd, rest = x_TNH.split((2 * half, x_TNH.shape[-1] - 2 * half), dim=-1)
+    partner_TNd = turned_TNd.unflatten(-1, (2, half)).flip(-2).flatten(-2)
+    sign_d = torch.where(torch.arange(2 * half, device=sin.device) < half, -1, 1).to(sin.dtype)
+    cos_T1d, sin_T1d = (table[positions_T].repeat(1, 2).unsqueeze(1) for table in (cos, sin))
+    turned_TNd = turned_TNd * cos_T1d + partner_TNd * (sin_T1d * sign_d)
+    return turned_TNd if rest.shape[-1] == 0 else torch.cat((turned_TNd, rest), dim=-1)
 
 
 def softcap(x: Tensor, cap: float | None) -> Tensor:

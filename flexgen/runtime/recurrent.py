@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.runtime.abi import Step
+from flexgen.runtime.operators import operator
 
 CHUNK = 64
 """Tokens that the chunked rule takes at once."""
@@ -28,9 +29,15 @@ def causal_conv(u_TC: Tensor, weight_CK: Tensor, state: Tensor, step: Step) -> T
 
     state (slots, C, taps) keeps a row's last `taps` inputs and is updated. Sums are fp32, cast once at the end.
     """
+    return torch.ops.flexgen.causal_conv(u_TC, weight_CK, state, step.rows_T, step.starts_R, step.state_R)
+
+
+def _causal_conv_cpu(
+    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor
+) -> Tensor:
     taps = weight_CK.shape[-1]
-    rows_T, starts_R = step.rows_T.long(), step.starts_R.long()
-    past_RCK = state[step.state_R]
+    rows_T, starts_R = rows_T.long(), starts_R.long()
+    past_RCK = state[state_R]
     local_T = torch.arange(u_TC.shape[0], device=u_TC.device) - starts_R[rows_T]
     y_TC = torch.zeros_like(u_TC, dtype=torch.float32)
     for tap in range(taps):
@@ -38,7 +45,7 @@ def causal_conv(u_TC: Tensor, weight_CK: Tensor, state: Tensor, step: Step) -> T
     counts_R = starts_R.diff()
     every_R = torch.arange(past_RCK.shape[0], device=u_TC.device)
     latest = [_input_at(u_TC, past_RCK, every_R, starts_R, counts_R - taps + tap) for tap in range(taps)]
-    state[step.state_R] = torch.stack(latest, dim=-1)
+    state[state_R] = torch.stack(latest, dim=-1)
     return y_TC.to(u_TC.dtype)
 
 
@@ -48,6 +55,21 @@ def _input_at(u_TC: Tensor, past_RCK: Tensor, rows: Tensor, starts_R: Tensor, lo
     now = u_TC[(starts_R[rows] + local).clamp(0, u_TC.shape[0] - 1)]
     before = past_RCK[rows, :, (local + taps).clamp(0, taps - 1)]
     return torch.where((local >= 0)[:, None], now, before)
+
+
+def _causal_conv_cuda(
+    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor
+) -> Tensor:
+    from flexgen.runtime.kernels.causal_conv import causal_conv  # Triton is there where CUDA is
+
+    return causal_conv(u_TC, weight_CK, state, rows_T, starts_R, state_R)
+
+
+def _causal_conv_fake(u_TC: Tensor, *_: object) -> Tensor:
+    return u_TC.new_empty(u_TC.shape)
+
+
+operator("causal_conv", cpu=_causal_conv_cpu, cuda=_causal_conv_cuda, fake=_causal_conv_fake, mutates=("state",))
 
 
 def delta_rule(
@@ -60,12 +82,11 @@ def delta_rule(
     state (slots, V, k, v) fp32; g_TV fp32, the logarithm of the decay, <= 0; beta_TV in (0, 1).
     """
     return torch.ops.flexgen.delta_rule(
-        q_THk, k_THk, v_TVv, g_TV, beta_TV, state, step.starts_R, step.state_R, step.max_query
+        q_THk, k_THk, v_TVv, g_TV, beta_TV, state, step.starts_R, step.state_R
     )
 
 
-@torch.library.custom_op("flexgen::delta_rule", mutates_args=("state",), device_types="cpu")
-def _delta_rule(
+def _delta_rule_cpu(
     q_THk: Tensor,
     k_THk: Tensor,
     v_TVv: Tensor,
@@ -74,21 +95,18 @@ def _delta_rule(
     state: Tensor,
     starts_R: Tensor,
     state_R: Tensor,
-    max_query: int,
 ) -> Tensor:
     """An opaque operator: how many chunks there are depends on the data."""
     inputs = (*_unit_heads(q_THk, k_THk, v_TVv.shape[1]), v_TVv.float(), g_TV.float(), beta_TV.float())
-    if max_query == 1:
+    if v_TVv.shape[0] == state_R.shape[0]:
         return recurrent_rule(*inputs, state, state_R).to(v_TVv.dtype)
     return chunked_rule(*inputs, state, starts_R, state_R).to(v_TVv.dtype)
 
 
-@_delta_rule.register_fake
 def _delta_rule_fake(q_THk: Tensor, k_THk: Tensor, v_TVv: Tensor, *_: object) -> Tensor:
     return torch.empty_like(v_TVv)
 
 
-@_delta_rule.register_kernel("cuda")
 def _delta_rule_cuda(
     q_THk: Tensor,
     k_THk: Tensor,
@@ -98,16 +116,18 @@ def _delta_rule_cuda(
     state: Tensor,
     starts_R: Tensor,
     state_R: Tensor,
-    max_query: int,
 ) -> Tensor:
     """Triton kernels, and for prompts flash-linear-attention's where it is installed. See `prefill_backend`."""
     from flexgen.runtime.kernels.delta_rule import delta_prefill, delta_step  # Triton is there where CUDA is
 
     inputs = (q_THk, k_THk, v_TVv, g_TV, beta_TV, state)
-    if max_query == 1:
+    if v_TVv.shape[0] == state_R.shape[0]:
         return delta_step(*inputs, state_R)
     prefill = flash_linear_attention if prefill_backend(v_TVv.device, v_TVv.dtype) == FLA else delta_prefill
     return prefill(*inputs, starts_R, state_R)
+
+
+operator("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
 
 
 FLA = "flash-linear-attention"

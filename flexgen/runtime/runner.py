@@ -137,8 +137,8 @@ class Runner:
         with unrelated_sizes():
             for rows in (1, 2):
                 self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
-            for tokens in sorted({min(self.most_tokens, count) for count in (6, ROUTED_TOKENS + 6)}):
-                self._forward_pieces([_Piece(PAD_SLOT, 0, [0, 0])] * (tokens // 2))
+            if self.most_tokens > ROUTED_TOKENS:
+                self._forward_pieces([_Piece(PAD_SLOT, 0, [0, 0])] * (ROUTED_TOKENS // 2 + 1))
         self._reset_pads()
 
     @torch.no_grad()
@@ -171,8 +171,8 @@ class Runner:
     def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
         lengths_R = self.length_S[slots_R]
-        rows = torch.arange(len(slots_R) + 1, dtype=torch.int32, device=self.device)
-        step = self._step(slots_R, lengths_R - 1, rows[:-1], rows, lengths_R.int(), 1)
+        rows_R, starts_R = (torch.arange(len(slots_R) + more, dtype=torch.int32, device=self.device) for more in (0, 1))
+        step = self._step(slots_R, lengths_R - 1, rows_R, starts_R, lengths_R.int())
         return self.model.logits(self.model.forward(self.last_S[slots_R], step))
 
     def draw(
@@ -211,7 +211,7 @@ class Runner:
         ids_T = torch.where(ids_T == _LAST, self.last_S[slots_R][rows_T], ids_T)
         starts_R = upload([0, *accumulate(counts)], self.device, torch.int32)
         lengths_R = upload([piece.start + count for piece, count in zip(pieces, counts)], self.device, torch.int32)
-        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R, self.most_tokens + 1)
+        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R)
         return self.model.forward(ids_T, step)
 
     def _step(
@@ -221,7 +221,6 @@ class Runner:
         rows_T: Tensor,
         starts_R: Tensor,
         lengths_R: Tensor,
-        max_query: int,
     ) -> Step:
         size, pages = self.cache.block_size, {}
         for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
@@ -230,7 +229,7 @@ class Runner:
             page_step = PageStep(page_T.long() * size + positions_T % size, table_RB)
             pages.update(dict.fromkeys(group.entries, page_step))
         state_R = slots_R if self._recurrent else None
-        return self._mark(Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R, max_query))
+        return self._mark(Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R))
 
     def _routes(self, rows: Sequence[Row]) -> Routes | None:
         """The experts that the step's tokens were sent to, if a request asked for its own."""

@@ -53,7 +53,6 @@ class Harness:
             lengths_R=torch.tensor([length for _, _, length in spans], dtype=torch.int32, device=device),
             pages={name: group for names, group in zip(self.entries, pages, strict=True) for name in names},
             state_R=torch.tensor([row + 1 for row in tokens], device=device),
-            max_query=max(len(fed) for fed in tokens.values()),
         )
         return torch.tensor([token for fed in tokens.values() for token in fed], device=device), step
 

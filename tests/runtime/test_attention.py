@@ -64,7 +64,7 @@ class Requests:
         rows = torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
         positions = torch.cat([torch.arange(n - c, n) for c, n in zip(self.counts, self.lengths)])
         return Step(
-            positions, rows.int(), starts.int(), torch.tensor(self.lengths).int(), {}, max_query=max(self.counts)
+            positions, rows.int(), starts.int(), torch.tensor(self.lengths).int(), {}
         )
 
     def attend(self, **kwargs):

@@ -25,13 +25,14 @@ else:
     from test_recurrent import KEY, VALUE, VALUE_HEADS, delta_inputs, states, step_of
 
     from flexgen.runtime import attention, moe
-    from flexgen.runtime.kernels import delta_rule, experts, paged_attention
+    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, paged_attention, routing
+    from flexgen.runtime.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.recurrent import delta_rule as delta_reference
 
     def attend(requests, scale, *, splits=None, sinks=None, softcap=None, q=None):
         step = requests.step
         q = torch.cat(requests.queries) if q is None else q
-        arguments = (q, requests.layer.k_pages, requests.table, step.max_query, requests.window)
+        arguments = (q, requests.layer.k_pages, requests.table, requests.window)
         launch = paged_attention.Launch.of(*arguments)
         if splits is not None:
             launch = paged_attention.Launch(**{**vars(launch), "splits": splits})
@@ -42,7 +43,6 @@ else:
             requests.table,
             step.starts_R,
             step.lengths_R,
-            step.max_query,
             scale,
             requests.window,
             sinks,
@@ -193,3 +193,30 @@ else:
         result = delta_rule.delta_prefill(*inputs, state, step.starts_R, step.state_R)
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4 if dtype == torch.float32 else 2**-10)
         torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+    @pytest.mark.parametrize("count, k", [(5, 1), (5, 5), (16, 4), (128, 8), (130, 8)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_top_k_is_that_of_torch(count, k, dtype):
+        scores = torch.randperm(7 * count).reshape(7, count).sub(3 * count).to(dtype)[:, :count]
+        values, ids = routing.top_k(scores, k)
+        wanted = torch.topk(scores, k)
+        assert torch.equal(values, wanted.values) and torch.equal(scores.gather(1, ids), values)
+        assert all(len(set(row)) == k for row in ids.tolist())
+
+    def test_top_k_takes_the_first_of_equals_and_stays_in_range_on_nan():
+        scores = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [float("nan")] * 5, [float("-inf")] * 5])
+        _, ids = routing.top_k(scores, 4)
+        assert ids[0].tolist() == [1, 2, 4, 3]
+        assert all(sorted(row) == [0, 1, 2, 3] for row in ids[1:].tolist())
+
+    @pytest.mark.parametrize("counts", [[1, 1, 1], [1], [5, 1, 2, 9], [3]])
+    @pytest.mark.parametrize("channels, taps", [(5, 4), (300, 2), (256, 3)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_convolution_and_its_state(counts, channels, taps, dtype):
+        step = step_of(counts, [4, 2, 1, 3][: len(counts)])
+        u, weight = torch.randn(sum(counts), channels + 3).to(dtype)[:, :channels], torch.randn(channels, taps).to(dtype)
+        state = torch.randn(6, channels, taps).to(dtype)
+        ours, theirs = state.clone(), state.clone()
+        got = causal_conv.causal_conv(u, weight, ours, step.rows_T, step.starts_R, step.state_R)
+        torch.testing.assert_close(got, recurrent_conv(u, weight, theirs, step))
+        assert torch.equal(ours, theirs)

@@ -20,7 +20,7 @@ def step_of(counts, slots):
     rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
     lengths = torch.tensor(counts).int()
-    return Step(positions, rows.int(), starts.int(), lengths, {}, state_R=torch.tensor(slots), max_query=max(counts))
+    return Step(positions, rows.int(), starts.int(), lengths, {}, state_R=torch.tensor(slots))
 
 
 def delta_inputs(tokens, dtype=torch.float32):

@@ -174,14 +174,14 @@ class Launch:
     warps: int
 
     @staticmethod
-    def of(q_TNH: Tensor, k_pages: Tensor, table_RB: Tensor, max_query: int, window: int | None) -> Launch:
+    def of(q_TNH: Tensor, k_pages: Tensor, table_RB: Tensor, window: int | None) -> Launch:
         """From shapes alone. A tile of keys is 16 KiB, so that three stages of K and V leave room for two programs."""
         tokens, heads, width = q_TNH.shape
         _, page_size, kv_heads, _ = k_pages.shape
         rows, group = table_RB.shape[0], heads // kv_heads
         block_h = max(16, triton.next_power_of_2(width))
         block_n = min(128, max(16, _TILE_BYTES // (block_h * k_pages.element_size())))
-        if max_query == 1:
+        if tokens == rows:
             block_m, block_q, blocks, warps = max(16, triton.next_power_of_2(group)), 1, rows, 4
         else:
             block_m = max(min(128, max(16, 16384 // block_h)), triton.next_power_of_2(group))
@@ -202,7 +202,6 @@ def attend(
     table_RB: Tensor,
     starts_R: Tensor,
     lengths_R: Tensor,
-    max_query: int,
     scale: float,
     window: int | None,
     sinks: Tensor | None,
@@ -213,9 +212,9 @@ def attend(
     if q_TNH.stride(-1) != 1:
         q_TNH = q_TNH.contiguous()
     assert k_pages.stride() == v_pages.stride() and k_pages.stride(-1) == 1
-    launch = launch or Launch.of(q_TNH, k_pages, table_RB, max_query, window)
+    launch = launch or Launch.of(q_TNH, k_pages, table_RB, window)
     tokens, heads, width = q_TNH.shape
-    kv_heads, rows, decode = k_pages.shape[2], table_RB.shape[0], max_query == 1
+    kv_heads, rows, decode = k_pages.shape[2], table_RB.shape[0], tokens == table_RB.shape[0]
     out = (torch.empty if decode else torch.zeros)(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     if launch.splits > 1:
         part_out = q_TNH.new_empty((launch.splits, tokens, heads, width), dtype=torch.float32)
