@@ -17,7 +17,7 @@ PARTS = ("attention", "gdn", "mlp", "moe")
 
 _MODULE = """
     annotations attend block_weights causal_conv d dataclass delta_rule dims experts gated_rms_norm inputs layer math
-    model_weights renormalise rms_norm rms_norm_cast_before rms_norm_one_plus rope_tables rotate rounded routes run
+    model_weights project renormalise rms_norm rms_norm_cast_before rms_norm_one_plus rope_tables rotate rounded routes run
     schedule slices softcap state step top_k torch w write_pages
 """
 MODULE = frozenset(_MODULE.split())

@@ -1,7 +1,7 @@
 """Runs generated code line by line and holds each product with a weight to the reference's module of that weight.
 
 Generated code carries nothing for this. A tracer stops before each statement, finds the calls in it that take a weight
-(`F.linear(x, w.qkv)`), evaluates their input and result, and compares both with what the reference's module took and
+(`project(x, w.qkv)`), evaluates their input and result, and compares both with what the reference's module took and
 gave. A result that differs is that line's fault; an input that differs is the fault of the line that assigned it.
 """
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.runtime.abi import Layer, Step
 from flexgen.runtime.attention import attend, write_pages
-from flexgen.runtime.ops import rms_norm, rotate
+from flexgen.runtime.ops import project, rms_norm, rotate
 
 if TYPE_CHECKING:
     from .walker import Dims
@@ -36,7 +35,7 @@ def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.devic
 def sliding_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.sliding
     pages = step.pages["sliding"]
-    q_T, k_T, v_T = F.linear(x_TD, w.qkv, w.qkv_bias).split(
+    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
         (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim), dim=-1
     )
     q_TNH = q_T.unflatten(-1, (dims.heads, dims.head_dim))
@@ -56,13 +55,13 @@ def sliding_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
         scale=1.0,
         window=dims.window,
     )
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)
 
 
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
     pages = step.pages["full"]
-    q_T, k_T, v_T = F.linear(x_TD, w.qkv, w.qkv_bias).split(
+    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
         (dims.heads * dims.full_head_dim, dims.kv_heads * dims.full_head_dim, dims.kv_heads * dims.full_head_dim), dim=-1
     )
     q_TNH = q_T.unflatten(-1, (dims.heads, dims.full_head_dim))
@@ -81,13 +80,13 @@ def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
         step,
         scale=1.0,
     )
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)
 
 
 def sliding_shared_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.sliding_shared
     pages = step.pages["sliding_shared"]
-    q_T = F.linear(x_TD, w.q, w.q_bias)
+    q_T = project(x_TD, w.q, w.q_bias)
     q_TNH = q_T.unflatten(-1, (dims.heads, dims.head_dim))
     q_TNH = rms_norm(q_TNH, w.q_norm, dims.eps)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
@@ -99,13 +98,13 @@ def sliding_shared_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> 
         scale=1.0,
         window=dims.window,
     )
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)
 
 
 def full_shared_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full_shared
     pages = step.pages["full_shared"]
-    q_T = F.linear(x_TD, w.q, w.q_bias)
+    q_T = project(x_TD, w.q, w.q_bias)
     q_TNH = q_T.unflatten(-1, (dims.heads, dims.full_head_dim))
     q_TNH = rms_norm(q_TNH, w.q_norm, dims.eps)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
@@ -116,4 +115,4 @@ def full_shared_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Ten
         step,
         scale=1.0,
     )
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)

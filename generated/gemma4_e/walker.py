@@ -19,7 +19,7 @@ from flexgen.runtime import schedule
 from flexgen.runtime.abi import Layer, Pages, Part, SharedPages, State, Step, Weight
 from flexgen.runtime.config import Config
 from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.ops import rms_norm, rounded, softcap
+from flexgen.runtime.ops import project, rms_norm, rounded, softcap
 from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, full_shared_attention, sliding_attention, sliding_shared_attention
@@ -278,14 +278,14 @@ HEAD = "lm_head"
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.mlp
-    gate_TI, up_TI = F.linear(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
-    return F.linear(F.gelu(gate_TI, approximate="tanh") * up_TI, w.mlp_down)
+    gate_TI, up_TI = project(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
+    return project(F.gelu(gate_TI, approximate="tanh") * up_TI, w.mlp_down)
 
 
 def wide(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.wide
-    gate_TI, up_TI = F.linear(x_TD, w.wide_gate_up).chunk(2, dim=-1)
-    return F.linear(F.gelu(gate_TI, approximate="tanh") * up_TI, w.wide_down)
+    gate_TI, up_TI = project(x_TD, w.wide_gate_up).chunk(2, dim=-1)
+    return project(F.gelu(gate_TI, approximate="tanh") * up_TI, w.wide_down)
 
 
 def sliding_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: Step) -> Tensor:
@@ -298,9 +298,9 @@ def sliding_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step
     h_TD = mlp(w, h_TD)
     x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
-    h_TI = F.linear(x_TD, w.per_layer_input_gate)
+    h_TI = project(x_TD, w.per_layer_input_gate)
     h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
-    h_TD = F.linear(h_TI, w.per_layer_projection)
+    h_TD = project(h_TI, w.per_layer_projection)
     x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
     return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
@@ -316,9 +316,9 @@ def full_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: S
     h_TD = mlp(w, h_TD)
     x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
-    h_TI = F.linear(x_TD, w.per_layer_input_gate)
+    h_TI = project(x_TD, w.per_layer_input_gate)
     h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
-    h_TD = F.linear(h_TI, w.per_layer_projection)
+    h_TD = project(h_TI, w.per_layer_projection)
     x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
     return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
@@ -334,9 +334,9 @@ def sliding_shared_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dim
     h_TD = wide(w, h_TD)
     x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
-    h_TI = F.linear(x_TD, w.per_layer_input_gate)
+    h_TI = project(x_TD, w.per_layer_input_gate)
     h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
-    h_TD = F.linear(h_TI, w.per_layer_projection)
+    h_TD = project(h_TI, w.per_layer_projection)
     x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
     return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
@@ -352,9 +352,9 @@ def full_shared_layer(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, 
     h_TD = wide(w, h_TD)
     x_TD = x_TD + rms_norm(h_TD, w.post_feedforward_layernorm, dims.eps)
     # spec: block[2]
-    h_TI = F.linear(x_TD, w.per_layer_input_gate)
+    h_TI = project(x_TD, w.per_layer_input_gate)
     h_TI = F.gelu(h_TI, approximate="tanh") * per_layer_TI
-    h_TD = F.linear(h_TI, w.per_layer_projection)
+    h_TD = project(h_TI, w.per_layer_projection)
     x_TD = x_TD + rms_norm(h_TD, w.post_per_layer_input_norm, dims.eps)
     # spec: block[3]
     return x_TD * w.layer_scalar  # multiplies the whole stream, not the branch
@@ -382,7 +382,7 @@ class Walker:
         w, dims = self.weights, self.dims
         x_TD = F.embedding(ids_T, w.embed_tokens) * rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)
         # spec: layer_inputs.per_layer
-        per_layer_model_projection_TLI = F.linear(x_TD, w.per_layer_model_projection).unflatten(-1, (dims.layers, dims.input_size))
+        per_layer_model_projection_TLI = project(x_TD, w.per_layer_model_projection).unflatten(-1, (dims.layers, dims.input_size))
         per_layer_model_projection_TLI = per_layer_model_projection_TLI * (1 / math.sqrt(dims.hidden))
         per_layer_model_projection_TLI = rms_norm(per_layer_model_projection_TLI, w.per_layer_projection_norm, dims.eps)
         embed_tokens_per_layer_TLI = F.embedding(ids_T, w.embed_tokens_per_layer).unflatten(-1, (dims.layers, dims.input_size))
@@ -396,4 +396,4 @@ class Walker:
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""
         w, dims = self.weights, self.dims
-        return softcap(F.linear(x_RD, w.lm_head), dims.softcap)
+        return softcap(project(x_RD, w.lm_head), dims.softcap)

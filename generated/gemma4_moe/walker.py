@@ -21,7 +21,7 @@ from flexgen.runtime.abi import Layer, Pages, Part, Stacked, State, Step, Weight
 from flexgen.runtime.config import Config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.moe import experts, renormalise, top_k
-from flexgen.runtime.ops import rms_norm, rounded, softcap
+from flexgen.runtime.ops import project, rms_norm, rounded, softcap
 from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
@@ -241,8 +241,8 @@ HEAD = "lm_head"
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.mlp
-    gate_TI, up_TI = F.linear(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
-    return F.linear(F.gelu(gate_TI, approximate="tanh") * up_TI, w.mlp_down)
+    gate_TI, up_TI = project(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
+    return project(F.gelu(gate_TI, approximate="tanh") * up_TI, w.mlp_down)
 
 
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     h_TD = rms_norm(x_TD, None, dims.eps)
     h_TD = h_TD * w.moe_input_gain
     h_TD = h_TD * (1 / math.sqrt(dims.hidden))
-    scores_TE = F.linear(h_TD, w.moe_router)
+    scores_TE = project(h_TD, w.moe_router)
     scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
     weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = renormalise(weights_TK, True)
@@ -335,4 +335,4 @@ class Walker:
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""
         w, dims = self.weights, self.dims
-        return softcap(F.linear(x_RD, w.lm_head), dims.softcap)
+        return softcap(project(x_RD, w.lm_head), dims.softcap)

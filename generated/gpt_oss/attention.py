@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.runtime.abi import Layer, Step
 from flexgen.runtime.attention import attend, write_pages
-from flexgen.runtime.ops import rotate
+from flexgen.runtime.ops import project, rotate
 
 if TYPE_CHECKING:
     from .walker import Dims
@@ -33,7 +32,7 @@ def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.devic
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
     pages = step.pages["full"]
-    q_T, k_T, v_T = F.linear(x_TD, w.qkv, w.qkv_bias).split(
+    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
         (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim), dim=-1
     )
     q_TNH = q_T.unflatten(-1, (dims.heads, dims.head_dim))
@@ -51,13 +50,13 @@ def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
         sinks=w.sinks,
         softmax_fp32=False,  # the reference takes the softmax, sink included, in the model's dtype
     )
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)
 
 
 def sliding_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.sliding
     pages = step.pages["sliding"]
-    q_T, k_T, v_T = F.linear(x_TD, w.qkv, w.qkv_bias).split(
+    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
         (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim), dim=-1
     )
     q_TNH = q_T.unflatten(-1, (dims.heads, dims.head_dim))
@@ -76,4 +75,4 @@ def sliding_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
         sinks=w.sinks,
         softmax_fp32=False,
     )
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)

@@ -20,7 +20,7 @@ from flexgen.runtime.abi import Layer, Mxfp4, Pages, Part, Stacked, State, Step,
 from flexgen.runtime.config import Config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.moe import experts, top_k
-from flexgen.runtime.ops import rms_norm
+from flexgen.runtime.ops import project, rms_norm
 from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
@@ -207,7 +207,7 @@ HEAD = "lm_head"
 
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
-    scores_TE = F.linear(x_TD, w.moe_router, w.moe_router_bias)
+    scores_TE = project(x_TD, w.moe_router, w.moe_router_bias)
     weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = torch.softmax(weights_TK, dim=-1)  # softmax over the chosen experts only
     return weights_TK.to(x_TD.dtype), experts_TK
@@ -284,4 +284,4 @@ class Walker:
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""
         w = self.weights
-        return F.linear(x_RD, w.lm_head)
+        return project(x_RD, w.lm_head)

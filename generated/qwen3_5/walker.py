@@ -19,7 +19,7 @@ from flexgen.runtime import schedule
 from flexgen.runtime.abi import Layer, Pages, Part, Slots, State, Step, Weight
 from flexgen.runtime.config import Config
 from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.ops import rms_norm_one_plus
+from flexgen.runtime.ops import project, rms_norm_one_plus
 from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, gdn_mixer
@@ -211,8 +211,8 @@ HEAD = "lm_head"
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.mlp
-    gate_TI, up_TI = F.linear(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate_TI) * up_TI, w.mlp_down)
+    gate_TI, up_TI = project(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
+    return project(F.silu(gate_TI) * up_TI, w.mlp_down)
 
 
 def linear_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
@@ -265,4 +265,4 @@ class Walker:
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""
         w = self.weights
-        return F.linear(x_RD, w.lm_head)
+        return project(x_RD, w.lm_head)

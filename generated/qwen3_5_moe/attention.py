@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexgen.runtime.abi import Layer, Step
 from flexgen.runtime.attention import attend, write_pages
-from flexgen.runtime.ops import gated_rms_norm, rms_norm_one_plus, rotate
+from flexgen.runtime.ops import gated_rms_norm, project, rms_norm_one_plus, rotate
 from flexgen.runtime.recurrent import causal_conv, delta_rule
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.devic
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
     pages = step.pages["full"]
-    q_T, k_T, v_T = F.linear(x_TD, w.qkv, w.qkv_bias).split(
+    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
         (dims.heads * 2 * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim), dim=-1
     )
     q_TNH, gate_TNH = q_T.unflatten(-1, (dims.heads, 2 * dims.head_dim)).chunk(2, dim=-1)
@@ -52,13 +52,13 @@ def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
         scale=dims.head_dim ** -0.5,
     )
     o_TNH = o_TNH * torch.sigmoid(gate_TNH)
-    return F.linear(o_TNH.flatten(1), w.o, w.o_bias)
+    return project(o_TNH.flatten(1), w.o, w.o_bias)
 
 
 def gdn_mixer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: gdn.gdn
     keys, values = dims.key_heads * dims.key_dim, dims.value_heads * dims.value_dim
-    qkv_T, z_T, b_TN, a_TN = F.linear(x_TD, w.gdn_in).split(
+    qkv_T, z_T, b_TN, a_TN = project(x_TD, w.gdn_in).split(
         (2 * keys + values, values, dims.value_heads, dims.value_heads), dim=-1
     )
     qkv_T = F.silu(causal_conv(qkv_T, w.gdn_conv.squeeze(1), w.gdn_conv_state, step))  # reads and writes state
@@ -73,4 +73,4 @@ def gdn_mixer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
         step,
     )
     z_TNH = z_T.unflatten(-1, (dims.value_heads, dims.value_dim))
-    return F.linear(gated_rms_norm(o_TNH, z_TNH, w.gdn_norm, dims.eps).flatten(1), w.gdn_out)
+    return project(gated_rms_norm(o_TNH, z_TNH, w.gdn_norm, dims.eps).flatten(1), w.gdn_out)

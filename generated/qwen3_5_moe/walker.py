@@ -20,7 +20,7 @@ from flexgen.runtime.abi import Layer, Pages, Part, PerExpert, Slots, Stacked, S
 from flexgen.runtime.config import Config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.moe import experts, renormalise, top_k
-from flexgen.runtime.ops import rms_norm_one_plus
+from flexgen.runtime.ops import project, rms_norm_one_plus
 from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, gdn_mixer
@@ -237,14 +237,14 @@ HEAD = "lm_head"
 
 def shared(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.shared
-    gate_TI, up_TI = F.linear(x_TD, w.shared_gate_up).chunk(2, dim=-1)
-    y_TD = F.linear(F.silu(gate_TI) * up_TI, w.shared_down)
-    return torch.sigmoid(F.linear(x_TD, w.shared_out_gate)) * y_TD
+    gate_TI, up_TI = project(x_TD, w.shared_gate_up).chunk(2, dim=-1)
+    y_TD = project(F.silu(gate_TI) * up_TI, w.shared_down)
+    return torch.sigmoid(project(x_TD, w.shared_out_gate)) * y_TD
 
 
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
-    scores_TE = F.linear(x_TD, w.moe_router)
+    scores_TE = project(x_TD, w.moe_router)
     scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
     weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = renormalise(weights_TK, True)
@@ -320,4 +320,4 @@ class Walker:
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""
         w = self.weights
-        return F.linear(x_RD, w.lm_head)
+        return project(x_RD, w.lm_head)

@@ -20,7 +20,7 @@ from flexgen.runtime.abi import Layer, Pages, Part, PerExpert, Stacked, State, S
 from flexgen.runtime.config import Config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.moe import experts, renormalise, top_k
-from flexgen.runtime.ops import rms_norm_cast_before
+from flexgen.runtime.ops import project, rms_norm_cast_before
 from flexgen.runtime.rope import Rope
 
 from .attention import full_attention, sliding_attention
@@ -226,13 +226,13 @@ HEAD = "lm_head"
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.mlp
-    gate_TI, up_TI = F.linear(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate_TI) * up_TI, w.mlp_down)
+    gate_TI, up_TI = project(x_TD, w.mlp_gate_up).chunk(2, dim=-1)
+    return project(F.silu(gate_TI) * up_TI, w.mlp_down)
 
 
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
-    scores_TE = F.linear(x_TD, w.moe_router)
+    scores_TE = project(x_TD, w.moe_router)
     scores_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
     weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
     weights_TK = renormalise(weights_TK, dims.renormalise)
@@ -330,4 +330,4 @@ class Walker:
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""
         w = self.weights
-        return F.linear(x_RD, w.lm_head)
+        return project(x_RD, w.lm_head)

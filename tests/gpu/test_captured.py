@@ -25,14 +25,18 @@ def spec(request):
 
 
 @pytest.fixture(scope="module")
-def bf16(spec):
-    """An engine in bf16 with a graph for each of SIZES."""
+def llm(spec):
+    """A compiled engine with a graph for each of SIZES, and the number of its compilations."""
     _, folder = saved(spec)
-    return engine(folder, "bfloat16")
+    torch._dynamo.reset()
+    counters.clear()
+    made = engine(folder)
+    made.compilations = counters["stats"]["unique_graphs"]
+    return made
 
 
-def engine(folder, dtype, **options):
-    model = Model.load(folder, dtype=dtype, device="cuda")
+def engine(folder, **options):
+    model = Model.load(folder, dtype="float32", device="cuda")
     sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "block_size": 16, "num_gpu_blocks_override": 140}
     return LLM(model, skip_tokenizer_init=True, cudagraph_capture_sizes=SIZES, **sizes, **options)
 
@@ -42,9 +46,8 @@ def greedy(llm, prompts, tokens=12):
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_greedy_tokens_are_those_of_transformers(spec):
-    reference, folder = saved(spec)
-    llm = engine(folder, "float32")
+def test_greedy_tokens_are_those_of_transformers(spec, llm):
+    reference, _ = saved(spec)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     for batch in (1, 2, 3, 8):
         for ids, tokens in zip(prompts, greedy(llm, prompts[:batch])):
@@ -91,11 +94,11 @@ class Snapshot:
 
 @torch.no_grad()
 @pytest.mark.parametrize("batch", range(1, SIZES[-1] + 1))
-def test_a_replay_equals_the_code_run_directly_bit_for_bit(bf16, batch):
-    runner = bf16.llm_engine.runner
+def test_a_replay_equals_the_code_run_directly_bit_for_bit(llm, batch):
+    runner = llm.llm_engine.runner
     graphs = runner.graphs
     assert graphs.failures == []
-    with running(bf16, batch) as slots:
+    with running(llm, batch) as slots:
         size = next(size for size in SIZES if size >= batch)
         padded = (*slots, *[0] * (size - batch))
         before = Snapshot(runner)
@@ -108,7 +111,7 @@ def test_a_replay_equals_the_code_run_directly_bit_for_bit(bf16, batch):
             return graphs._logits_SV[:size].clone()
 
         assert torch.equal(replay(), direct)
-        runner.last_S[0], runner.length_S[0] = bf16.llm_engine.model.dims.vocab - 1, 256
+        runner.last_S[0], runner.length_S[0] = llm.llm_engine.model.dims.vocab - 1, 256
         assert torch.equal(replay()[:batch], direct[:batch]), "padding rows of the largest ids and positions"
         poison(runner)
         assert torch.equal(replay()[:batch], direct[:batch]), "NaN in the pad page and the pad slot"
@@ -124,8 +127,8 @@ def poison(runner):
         state[0] = float("nan")
 
 
-def test_two_hundred_steps_neither_recompile_nor_wait_nor_grow(bf16):
-    core = bf16.llm_engine
+def test_two_hundred_steps_neither_recompile_nor_wait_nor_grow(llm):
+    core = llm.llm_engine
     for seed in (0, 1):  # the first round meets every batch size once
         params = [SamplingParams(temperature=row % 2, seed=row, max_tokens=20 + 25 * row, ignore_eos=True) for row in range(8)]
         groups = [core.add(str(row), prompt(LENGTHS[row], seed=seed), params[row]) for row in range(8)]
@@ -143,17 +146,12 @@ def test_two_hundred_steps_neither_recompile_nor_wait_nor_grow(bf16):
     assert torch.cuda.memory_allocated() <= allocated
 
 
-def test_the_number_of_compilations_is_that_of_kinds_not_of_layers(spec):
-    _, folder = saved(spec)
-    torch._dynamo.reset()
-    counters.clear()
-    llm = engine(folder, "bfloat16")
-    kinds = len(set(llm.model.dims.kinds))
-    assert counters["stats"]["unique_graphs"] <= 4 * kinds
+def test_the_number_of_compilations_is_that_of_kinds_not_of_layers(llm):
+    assert 0 < llm.compilations <= 3 * len(set(llm.model.dims.kinds))
 
 
-def test_drawn_tokens_are_those_of_the_sampler_in_plain_torch(bf16):
-    runner = bf16.llm_engine.runner
+def test_drawn_tokens_are_those_of_the_sampler_in_plain_torch(llm):
+    runner = llm.llm_engine.runner
     from flexgen.runtime.sampler import finish
 
     logits = torch.randn(8, runner.model.dims.vocab, device="cuda").bfloat16()
@@ -166,10 +164,10 @@ def test_drawn_tokens_are_those_of_the_sampler_in_plain_torch(bf16):
         assert torch.allclose(ours[1], theirs[1], atol=1e-5)
 
 
-def test_features_that_come_late_are_captured_then(bf16):
-    before = len(bf16.llm_engine.runner.graphs._draws)
+def test_features_that_come_late_are_captured_then(llm):
+    before = len(llm.llm_engine.runner.graphs._draws)
     params = SamplingParams(seed=1, top_k=5, repetition_penalty=1.2, logprobs=2, max_tokens=4)
-    (output,) = bf16.generate([[1, 2, 3]], params, use_tqdm=False)
+    (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
-    assert len(bf16.llm_engine.runner.graphs._draws) == before + 1
-    assert Features() in {features for _, features in bf16.llm_engine.runner.graphs._draws}
+    assert len(llm.llm_engine.runner.graphs._draws) == before + 1
+    assert Features() in {features for _, features in llm.llm_engine.runner.graphs._draws}

@@ -25,7 +25,7 @@ else:
     from test_recurrent import KEY, VALUE, VALUE_HEADS, delta_inputs, states, step_of
 
     from flexgen.runtime import attention, moe
-    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, paged_attention, routing
+    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, gemv, paged_attention, routing
     from flexgen.runtime.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.recurrent import delta_rule as delta_reference
 
@@ -220,3 +220,11 @@ else:
         got = causal_conv.causal_conv(u, weight, ours, step.rows_T, step.starts_R, step.state_R)
         torch.testing.assert_close(got, recurrent_conv(u, weight, theirs, step))
         assert torch.equal(ours, theirs)
+
+    @pytest.mark.parametrize("features, width", [(5, 7), (130, 1500), (64, 1024), (1, 3)])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_one_token_times_a_matrix(features, width, biased):
+        x, wide = torch.randn(1, width), torch.randn(features, width + 5)
+        bias = torch.randn(features) if biased else None
+        y = gemv.linear(x, wide[:, :width], bias)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, wide[:, :width], bias), atol=1e-4, rtol=1e-5)

@@ -11,12 +11,14 @@ Shape suffixes: T tokens, D model width, I inner width, E experts, K experts of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen.runtime.kernels.gemv import dot_rows, rows_of_program
 from flexgen.runtime.kernels.launch import processors
 
 _BLOCK_K = 128
@@ -170,6 +172,50 @@ def _down_kernel(  # noqa: ANN202
     tl.store(to, sums, mask=(m < rows)[:, None] & (n < WIDTH)[None, :])
 
 
+@triton.jit
+def _gate_up_one_kernel(  # noqa: ANN202
+    x, weight, bias, hidden, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
+    WIDTH: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_gate_up_kernel` for one token and weights with contiguous rows: products without a tile of idle rows."""
+    route = tl.program_id(1)
+    expert = tl.load(experts + route).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = n < INNER
+    first = 2 * n if INTERLEAVED else n
+    second = 2 * n + 1 if INTERLEAVED else n + INNER
+    weight += expert * weight_e
+    gate = dot_rows(x, weight, first, live, weight_out, WIDTH, BLOCK_N, BLOCK_K)
+    up = dot_rows(x, weight, second, live, weight_out, WIDTH, BLOCK_N, BLOCK_K)
+    if BIAS:
+        bias += expert * bias_e
+        gate += tl.load(bias + first, mask=live, other=0.0).to(tl.float32)
+        up += tl.load(bias + second, mask=live, other=0.0).to(tl.float32)
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    h_n = (up + UP_OFFSET) * _activate(gate, ACT, ALPHA)
+    tl.store(hidden + route * INNER + n, h_n.to(hidden.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _down_one_kernel(  # noqa: ANN202
+    hidden, weight, bias, scale, out, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
+    WIDTH: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_down_kernel` for one token and weights with contiguous rows."""
+    route = tl.program_id(1)
+    expert = tl.load(experts + route).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = n < WIDTH
+    y_n = dot_rows(hidden + route * INNER, weight + expert * weight_e, n, live, weight_out, INNER, BLOCK_N, BLOCK_K)
+    if BIAS:
+        y_n += tl.load(bias + expert * bias_e + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + route * WIDTH + n, y_n * tl.load(scale + route).to(tl.float32), mask=live)
+
+
 @dataclass(frozen=True)
 class Launch:
     """Block sizes of one call: BLOCK_M routes of one expert, at most `blocks` of them, and columns of each product."""
@@ -220,6 +266,12 @@ def weighted_routes(
     """Each route's expert output times its routing weight: (T, K, D) fp32. Arguments as in `moe.experts`."""
     (tokens, choices), width, count = experts_TK.shape, x_TD.shape[1], gate_up.shape[0]
     inner, routes = down.shape[2 if layout == "out_in" else 1], tokens * choices
+    if tokens == 1 and layout == "out_in" and launch is None:
+        return _one_token(
+            x_TD.contiguous(), weights_TK.contiguous(), experts_TK.contiguous(), gate_up, down, inner,
+            gate_up_bias, down_bias, {"ACT": act, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset},
+            interleaved,
+        )  # fmt: skip
     launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     experts_TK, weights_TK = experts_TK.contiguous(), weights_TK.contiguous()
@@ -239,6 +291,39 @@ def weighted_routes(
         hidden, down, x_TD if down_bias is None else down_bias, weights_TK, out, experts_TK, order, *of_block,
         *_strides(down, layout), 0 if down_bias is None else down_bias.stride(0),
         **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def _one_token(
+    x_1D: Tensor,
+    weights_1K: Tensor,
+    experts_1K: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    inner: int,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: dict[str, Any],
+    interleaved: bool,
+) -> Tensor:
+    """`weighted_routes` of one token, where rows of the weights are contiguous."""
+    choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
+    hidden = x_1D.new_empty((choices, inner))
+    out = x_1D.new_empty((1, choices, width), dtype=torch.float32)
+    block = rows_of_program(choices * inner, device)
+    _gate_up_one_kernel[(triton.cdiv(inner, block), choices)](
+        x_1D, gate_up, x_1D if gate_up_bias is None else gate_up_bias, hidden, experts_1K,
+        *gate_up.stride()[:2], 0 if gate_up_bias is None else gate_up_bias.stride(0),
+        WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate,
+        BLOCK_N=block, BLOCK_K=min(1024, triton.next_power_of_2(width)), num_warps=4,
+    )  # fmt: skip
+    block = rows_of_program(choices * width, device)
+    _down_one_kernel[(triton.cdiv(width, block), choices)](
+        hidden, down, x_1D if down_bias is None else down_bias, weights_1K, out, experts_1K,
+        *down.stride()[:2], 0 if down_bias is None else down_bias.stride(0),
+        WIDTH=width, INNER=inner, BIAS=down_bias is not None,
+        BLOCK_N=block, BLOCK_K=min(1024, triton.next_power_of_2(inner)), num_warps=4,
     )  # fmt: skip
     return out
 
