@@ -34,10 +34,11 @@ def step_bytes(model: Any, rows: int, context: float, experts_touched: float | N
     """
     dense = experts = 0
     heads = {weight.same_as for weight in model.table("model")}
+    stacked = {weight.role for _, weight, _ in model.storages() if weight.layouts}
     for layer, weight, _ in model.storages():
         tensor = getattr(layer, weight.role)
         size = tensor.numel() * tensor.element_size()
-        if weight.layouts:
+        if weight.role.removesuffix("_bias") in stacked:
             experts += int(size * experts_touched / tensor.shape[0])
         elif weight.role.startswith("embed_tokens") and weight.role not in heads:
             dense += rows * tensor.shape[1] * tensor.element_size()

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from flexgen.bench.engines import ENGINES, Flexgen
+from flexgen.bench.engines import Flexgen, engine_named
 from flexgen.bench.peers import VLLM
 from flexgen.bench.profile import profile
 from flexgen.bench.results import Result
 from flexgen.bench.run import measure
 from flexgen.bench.shapes import SHAPES, shape
-from flexgen.bench.workloads import BATCHES, WORKLOADS, Workload
+from flexgen.bench.workloads import BATCHES, DECODE, WORKLOADS, Workload
 
 _SHOWN_KERNELS = 25
 
@@ -30,10 +31,9 @@ def run_bench(
 ) -> None:
     """Measure every combination, save each figure when it is there, print them as a table."""
     plan = _plan(workloads or list(WORKLOADS), batches)
-    for model in _known(models):
-        for engine in engines or ["flexgen"]:
-            if engine not in ENGINES:
-                raise ValueError(f"no engine {engine!r} to measure; there are {', '.join(ENGINES)}")
+    engines = [engine_named(name).name for name in engines or ["flexgen"]]
+    for model in _known(models, layers):
+        for engine in engines:
             most = max(batch for _, batch in plan)
             options = {"max_num_seqs": most} if engine == "flexgen" else {}
             table = _table(f"{model}, {engine}", "workload", "batch", "tok/s", "bound", "vLLM", "experts", "peak GiB")
@@ -50,36 +50,50 @@ def run_profile(
     console: Console, models: Sequence[str] | None, batches: Sequence[int] | None, layers: int | None, out: Path
 ) -> None:
     """Print where a decode step's time goes, and write a trace for each model and batch."""
+    known = _known(models, layers)
+    _check_batches(batches)
+    if not torch.cuda.is_available():
+        raise ValueError("--profile shows which kernels take a step on a CUDA device, and this machine has none")
     out.mkdir(parents=True, exist_ok=True)
-    for model in _known(models):
+    for model in known:
         running = Flexgen(
             model, layers, cudagraph_capture_sizes=list(batches or (1,)), max_num_seqs=max(batches or (1,))
         )
         for batch in batches or (1,):
-            wall, groups, kernels = profile(running, batch, out / f"trace-{model}-{batch}.json")
-            table = _table(
-                f"{model}, batch {batch}: {wall:.0f} us a step", "kernel", "calls", "us", "share", "of 4.15 TB/s"
-            )
-            for line in (*groups, *kernels[:_SHOWN_KERNELS]):
+            seen = profile(running, batch, out / f"trace-{model}-{batch}.json")
+            title = f"{model}, batch {batch}: {seen.step:.0f} us a step, {seen.prefill:.0f} us for the prefill before them"
+            table = _table(title, "kernel", "calls", "us", "share", "of 4.15 TB/s")
+            for line in (*seen.groups, *seen.kernels[:_SHOWN_KERNELS]):
                 bandwidth = "" if line.bandwidth is None else f"{line.bandwidth:.0%}"
-                share = f"{line.microseconds / wall:.1%}"
+                share = f"{line.microseconds / seen.step:.1%}"
                 table.add_row(line.name[:90], f"{line.calls:.1f}", f"{line.microseconds:.1f}", share, bandwidth)
             console.print(table)
         running.close()
 
 
-def _known(models: Sequence[str] | None) -> list[str]:
-    for model in models or ():
-        shape(model)
-    return list(models or SHAPES)
+def _known(models: Sequence[str] | None, layers: int | None) -> list[str]:
+    names = list(models or SHAPES)
+    for name in names:
+        shape(name, layers)
+    return names
+
+
+def _check_batches(batches: Sequence[int] | None) -> None:
+    for batch in batches or ():
+        if batch < 1:
+            raise ValueError(f"batch {batch} is out of range: it must be at least 1")
 
 
 def _plan(workloads: Sequence[str], batches: Sequence[int] | None) -> list[tuple[Workload, int]]:
-    plan = []
+    _check_batches(batches)
     for name in workloads:
         if name not in WORKLOADS:
             raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
-        chosen = batches if batches and name == "decode" else BATCHES[name]
+    if batches and DECODE.name not in workloads:
+        raise ValueError(f"--batch is of decode alone, and only {' and '.join(workloads)} is to be measured; leave it out")
+    plan = []
+    for name in workloads:
+        chosen = batches if batches and name == DECODE.name else BATCHES[name]
         plan += [(WORKLOADS[name], batch) for batch in chosen]
     return plan
 

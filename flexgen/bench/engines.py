@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import tempfile
@@ -22,6 +21,7 @@ from flexgen.runtime.llm import LLM
 from flexgen.runtime.model import Model
 
 _PROBE_TOKENS = 8
+_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Flexgen:
@@ -53,7 +53,10 @@ class Flexgen:
         return ["everything"] if graphs is None else graphs.failures
 
     def generate(self, prompts: Sequence[list[int]], workload: Workload) -> int:
-        """Answer all; the number of generated tokens."""
+        """Answer all at once; the number of generated tokens. Raises ValueError for more prompts than slots."""
+        slots = self.llm.llm_engine.options.max_num_seqs
+        if len(prompts) > slots:
+            raise ValueError(f"batch {len(prompts)} is more than this engine runs at once (max_num_seqs={slots})")
         outputs = self.llm.generate(list(prompts), workload.params(), use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -105,9 +108,9 @@ class Transformers:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         started = time.perf_counter()
-        fields = copy.deepcopy(shape(model, layers))
+        fields = shape(model, layers)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        with torch.device("cuda"):
+        with _DEVICE:
             self.model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation="sdpa"
             ).eval()
@@ -116,7 +119,7 @@ class Transformers:
         self.uncaptured: list[str] = ["everything"]
 
     def generate(self, prompts: Sequence[list[int]], workload: Workload) -> int:
-        ids = torch.tensor(list(prompts), device="cuda")
+        ids = torch.tensor(list(prompts), device=_DEVICE)
         sampling = {"do_sample": workload.temperature > 0, "temperature": workload.temperature or None}
         out = self.model.generate(
             ids,
@@ -140,6 +143,13 @@ class Transformers:
 
 
 ENGINES = {each.name: each for each in (Flexgen, Transformers)}
+
+
+def engine_named(name: str) -> type[Flexgen] | type[Transformers]:
+    """Raises ValueError for a name that no engine has."""
+    if name not in ENGINES:
+        raise ValueError(f"no engine {name!r} to measure; there are {', '.join(ENGINES)}")
+    return ENGINES[name]
 
 
 def _release() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from flexgen.bench.peers import VLLM, VLLM_STARTUP_SECONDS
 from flexgen.bench.results import Result
 from flexgen.bench.shapes import SHAPES
+from flexgen.bench.workloads import DECODE
+from flexgen.runtime.errors import FlexgenError
 
 
 def write_page(results: Sequence[Result], folder: Path) -> list[Path]:
     """Write RESULTS.md and one SVG a model into `folder`; the paths written. Needs matplotlib (the extra `bench`)."""
-    plots = [_plot(model, results, folder / "plots") for model in _models(results)]
+    if find_spec("matplotlib") is None:
+        raise FlexgenError("the plots need matplotlib, and it is not installed: pip install 'flexgen[bench]'")
+    plots = [_plot(model, results, folder / "plots") for model in _models(results) if _plotted(results, model)]
     page = folder / "RESULTS.md"
     page.write_text(results_page(results))
     return [page, *plots]
@@ -25,7 +30,7 @@ def results_page(results: Sequence[Result]) -> str:
     lines = [
         "# Measured speed",
         "",
-        "Made by `flexgen bench --page` from `results/`; each figure's file holds its command, versions and commit.",
+        "Made by `flexgen bench --page` from `results/engines/`; each figure's file holds its command, versions and commit.",
         "",
         "- **decode**: prompts of 12 tokens, greedy, 128 new tokens each (transformers: the same), whole call, median of 3.",
         "- **rollout**: 256 prompts of 256 tokens, 512 new tokens each, temperature 1, with logprobs, whole call.",
@@ -45,9 +50,17 @@ def _models(results: Sequence[Result]) -> list[str]:
     return [model for model in SHAPES if model in measured] + sorted(measured - SHAPES.keys())
 
 
+def _plotted(results: Sequence[Result], model: str) -> list[Result]:
+    """The figures of a model's plot, by batch."""
+    decode = [result for result in results if result.model == model and result.workload == DECODE.name]
+    return sorted(decode, key=lambda result: result.batch)
+
+
 def _section(model: str, results: Sequence[Result]) -> list[str]:
     ours = [result for result in results if result.engine == "flexgen"]
-    lines = [f"## {model}", "", f"![tokens a second over batch size](plots/{model}.svg)", ""]
+    lines = [f"## {model}", ""]
+    if _plotted(results, model):
+        lines += [f"![tokens a second over batch size](plots/{model}.svg)", ""]
     lines += [
         "| workload | batch | tok/s | of the bound | vLLM | against vLLM | transformers | against it | experts touched |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -97,7 +110,7 @@ def _plot(model: str, results: Sequence[Result], folder: Path) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{model}.svg"
-    decode = sorted((r for r in results if r.model == model and r.workload == "decode"), key=lambda r: r.batch)
+    decode = _plotted(results, model)
     with matplotlib.rc_context({"svg.hashsalt": model, "svg.fonttype": "none"}):
         figure = Figure(figsize=(6, 3.6), layout="constrained")
         axes = figure.add_subplot(xlabel="batch", ylabel="tokens a second", title=model, xscale="log", yscale="log")
@@ -105,7 +118,7 @@ def _plot(model: str, results: Sequence[Result], folder: Path) -> Path:
             points = [(r.batch, r.tokens_per_second) for r in decode if r.engine == engine]
             if points:
                 axes.plot(*zip(*points), marker="o", label=engine)
-        peers = sorted((batch, rate) for (workload, batch), rate in VLLM.get(model, {}).items() if workload == "decode")
+        peers = sorted((batch, rate) for (workload, batch), rate in VLLM.get(model, {}).items() if workload == DECODE.name)
         if peers:
             axes.plot(*zip(*peers), marker="s", label="vLLM 0.26.0")
         bound = [(r.batch, r.bound_tokens_per_second) for r in decode if r.bound_tokens_per_second]

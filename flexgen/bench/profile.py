@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from flexgen.bench.workloads import DECODE
 _STEPS = 24
 
 _GROUPS = (
-    ("experts", ("_gate_up_kernel", "_down_kernel")),
+    ("experts", ("_gate_up_", "_down_")),
     ("attention", ("_attend_kernel", "_merge_kernel")),
-    ("state", ("_delta_kernel",)),
+    ("state", ("_delta_kernel", "_conv_kernel")),
     ("matrix products", ("gemm", "nvjet", "gemv", "cutlass", "splitK", "cublas")),
 )
 """Kernels that read weights, keys, values or state; everything else moves activations."""
@@ -33,13 +34,27 @@ class Line:
     bandwidth: float | None = None
 
 
-def profile(running: Any, batch: int, trace: Path | None = None) -> tuple[float, list[Line], list[Line]]:
-    """(wall-clock microseconds a step, groups, kernels by time) of decode at `batch`; writes a Chrome trace to `trace`."""
+@dataclass(frozen=True)
+class Profile:
+    """Decode at one batch size: microseconds of a step and of the prefill before it, then kernels, in groups and each."""
+
+    step: float
+    prefill: float
+    groups: list[Line]
+    kernels: list[Line]
+
+
+def profile(running: Any, batch: int, trace: Path | None = None) -> Profile:
+    """Run some decode steps under torch's profiler; writes a Chrome trace to `trace`."""
     workload = replace(DECODE, new=_STEPS + 1)
     running.generate(DECODE.prompts(batch, run=0), workload)
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     engine = running.llm.llm_engine
     groups = [engine.add(str(row), ids, workload.params()) for row, ids in enumerate(DECODE.prompts(batch, run=1))]
+    started = time.perf_counter()
+    engine.step()
+    torch.cuda.synchronize()
+    prefill = time.perf_counter() - started
     engine.step()
     engine.step()
     torch.cuda.synchronize()
@@ -59,7 +74,7 @@ def profile(running: Any, batch: int, trace: Path | None = None) -> tuple[float,
     kernels = sorted(_kernels(recorded, steps), key=lambda line: -line.microseconds)
     read = step_bytes(running.model, batch, DECODE.prompt + _STEPS / 2, running.experts_touched(batch))
     of_group = {"experts": read.experts, "attention": read.pages, "state": read.state, "matrix products": read.dense}
-    return begin.elapsed_time(end) * 1e3 / steps, _grouped(kernels, of_group), kernels
+    return Profile(begin.elapsed_time(end) * 1e3 / steps, prefill * 1e6, _grouped(kernels, of_group), kernels)
 
 
 def _kernels(recorded: Any, steps: int) -> list[Line]:

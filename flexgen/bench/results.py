@@ -50,8 +50,15 @@ class Result:
 
 
 def load_results(folder: Path) -> list[Result]:
-    """Every figure in a folder, in order of its file name."""
-    return [Result(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    """Every figure in a folder, in order of its file name. Raises ValueError naming a file that holds none."""
+    return [_load(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _load(path: Path) -> Result:
+    try:
+        return Result(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no measured figure: {error}; delete it, or measure it again") from None
 
 
 def device_name() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexgen.bench.engines import ENGINES
+from flexgen.bench.engines import engine_named
 from flexgen.bench.results import Result, commit, device_name, versions
 from flexgen.bench.workloads import Workload
 
@@ -24,9 +24,7 @@ def measure(
     engine: str, model: str, plan: Sequence[tuple[Workload, int]], layers: int | None = None, **options: Any
 ) -> Iterator[Result]:
     """Yield the figure of each (workload, batch) of `plan`, all on one engine. Raises ValueError for an unknown name."""
-    if engine not in ENGINES:
-        raise ValueError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
-    running = ENGINES[engine](model, layers, **options)
+    running = engine_named(engine)(model, layers, **options)
     try:
         for workload, batch in plan:
             rate = throughput(running, workload, batch)

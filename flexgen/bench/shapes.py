@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 _CONTEXT = {"max_position_embeddings": 8192, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
@@ -150,11 +151,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape(name: str, layers: int | None = None) -> dict[str, Any]:
-    """The config of `name`, a copy; with `layers`, of that many layers, the first ones. Raises ValueError by name."""
+    """The config of `name`, a copy; with `layers`, of that many layers, the first ones. Raises ValueError for an unknown one."""
     if name not in SHAPES:
         raise ValueError(f"no model {name!r} to measure; there are {', '.join(SHAPES)}")
-    config = dict(SHAPES[name])
+    config = deepcopy(SHAPES[name])
     if layers is not None:
+        if not 1 <= layers <= config["num_hidden_layers"]:
+            raise ValueError(f"layers={layers} is out of range: {name} has 1 to {config['num_hidden_layers']}")
         config["num_hidden_layers"] = layers
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:layers]
