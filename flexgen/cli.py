@@ -254,7 +254,7 @@ def bench(
     layers: Annotated[int | None, typer.Option(help="Only the first layers, for a try on a small machine.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the figures, one JSON each.")] = Path("benchmarks/results/engines"),
     profile: Annotated[bool, typer.Option("--profile", help="Instead: which kernels take a decode step.")] = False,
-    page: Annotated[bool, typer.Option("--page", help="Instead: write RESULTS.md and plots from the figures.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Instead: write RESULTS.md and plots from the figures, two folders above them.")] = False,
 ) -> None:
     """Measure tokens a second and memory of full-size models with random weights."""
     from rich.console import Console
@@ -263,6 +263,8 @@ def bench(
     from flexgen.bench.page import write_page
     from flexgen.bench.results import load_results
 
+    if page + profile + bool(workload or engine) > 1:
+        raise UsageError("--page, --profile and what is to be measured (--workload, --engine) exclude each other")
     if page:
         for path in write_page(load_results(out), out.parent.parent):
             print(f"wrote {path}")

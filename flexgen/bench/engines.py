@@ -21,7 +21,6 @@ from flexgen.runtime.llm import LLM
 from flexgen.runtime.model import Model
 
 _PROBE_TOKENS = 8
-_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Flexgen:
@@ -108,9 +107,10 @@ class Transformers:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         started = time.perf_counter()
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         fields = shape(model, layers)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        with _DEVICE:
+        with self._device:
             self.model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation="sdpa"
             ).eval()
@@ -119,7 +119,7 @@ class Transformers:
         self.uncaptured: list[str] = ["everything"]
 
     def generate(self, prompts: Sequence[list[int]], workload: Workload) -> int:
-        ids = torch.tensor(list(prompts), device=_DEVICE)
+        ids = torch.tensor(list(prompts), device=self._device)
         sampling = {"do_sample": workload.temperature > 0, "temperature": workload.temperature or None}
         out = self.model.generate(
             ids,
