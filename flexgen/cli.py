@@ -254,7 +254,7 @@ def bench(
     layers: Annotated[int | None, typer.Option(help="Only the first layers, for a try on a small machine.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the figures, one JSON each.")] = Path("benchmarks/results/engines"),
     profile: Annotated[bool, typer.Option("--profile", help="Instead: which kernels take a decode step.")] = False,
-    page: Annotated[bool, typer.Option("--page", help="Instead: write RESULTS.md and plots from the figures, two folders above them.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Instead: RESULTS.md and plots, two folders above the figures.")] = False,
 ) -> None:
     """Measure tokens a second and memory of full-size models with random weights."""
     from rich.console import Console

@@ -61,7 +61,9 @@ def run_profile(
         )
         for batch in batches or (1,):
             seen = profile(running, batch, out / f"trace-{model}-{batch}.json")
-            title = f"{model}, batch {batch}: {seen.step:.0f} us a step, {seen.prefill:.0f} us for the prefill before them"
+            title = (
+                f"{model}, batch {batch}: {seen.step:.0f} us a step, {seen.prefill:.0f} us for the prefill before them"
+            )
             table = _table(title, "kernel", "calls", "us", "share", "of 4.15 TB/s")
             for line in (*seen.groups, *seen.kernels[:_SHOWN_KERNELS]):
                 bandwidth = "" if line.bandwidth is None else f"{line.bandwidth:.0%}"
@@ -90,7 +92,9 @@ def _plan(workloads: Sequence[str], batches: Sequence[int] | None) -> list[tuple
         if name not in WORKLOADS:
             raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     if batches and DECODE.name not in workloads:
-        raise ValueError(f"--batch is of decode alone, and only {' and '.join(workloads)} is to be measured; leave it out")
+        raise ValueError(
+            f"--batch is of decode alone, and only {' and '.join(workloads)} is to be measured; leave it out"
+        )
     plan = []
     for name in workloads:
         chosen = batches if batches and name == DECODE.name else BATCHES[name]

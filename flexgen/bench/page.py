@@ -118,7 +118,9 @@ def _plot(model: str, results: Sequence[Result], folder: Path) -> Path:
             points = [(r.batch, r.tokens_per_second) for r in decode if r.engine == engine]
             if points:
                 axes.plot(*zip(*points), marker="o", label=engine)
-        peers = sorted((batch, rate) for (workload, batch), rate in VLLM.get(model, {}).items() if workload == DECODE.name)
+        peers = sorted(
+            (batch, rate) for (workload, batch), rate in VLLM.get(model, {}).items() if workload == DECODE.name
+        )
         if peers:
             axes.plot(*zip(*peers), marker="s", label="vLLM 0.26.0")
         bound = [(r.batch, r.bound_tokens_per_second) for r in decode if r.bound_tokens_per_second]

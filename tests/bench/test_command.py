@@ -68,7 +68,7 @@ def test_a_model_is_measured_saved_and_shown(monkeypatch, capsys, tmp_path):
 
 def test_transformers_is_measured_beside(monkeypatch, capsys, tmp_path):
     engines = ("--engine", "transformers", "--engine", "flexgen")
-    code, shown, errors = flexgen(monkeypatch, capsys, "bench", "small", "--workload", "decode", "--batch", 2, *engines,
+    code, _, errors = flexgen(monkeypatch, capsys, "bench", "small", "--workload", "decode", "--batch", 2, *engines,
                                   "--out", tmp_path)  # fmt: skip
     assert code == 0, errors
     ours, theirs = load_results(tmp_path)

@@ -77,7 +77,7 @@ def test_no_prompt_is_another_one(workload):
     prompts = [ids for run in runs for ids in workload.prompts(max(BATCHES[workload.name]), run)]
     assert {len(ids) for ids in prompts} == {workload.prompt}
     assert len({ids[0] for ids in prompts}) == len(prompts)
-    assert 0 <= min(map(min, prompts)) and max(map(max, prompts)) < min(each["vocab_size"] for each in SHAPES.values())
+    assert min(map(min, prompts)) >= 0 and max(map(max, prompts)) < min(each["vocab_size"] for each in SHAPES.values())
 
 
 def test_a_figure_comes_back_from_its_file_as_it_was(tmp_path):
