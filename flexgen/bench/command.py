@@ -42,8 +42,7 @@ def run_bench(
                 result.save(out)
                 table.add_row(*_cells(result))
             console.print(table)
-            startup = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.startup_seconds.items())
-            console.print(f"start-up: {startup}; without a graph: {', '.join(result.uncaptured) or 'nothing'}")
+            console.print(_startup(result))
 
 
 def run_profile(
@@ -70,7 +69,13 @@ def run_profile(
                 share = f"{line.microseconds / seen.step:.1%}"
                 table.add_row(line.name[:90], f"{line.calls:.1f}", f"{line.microseconds:.1f}", share, bandwidth)
             console.print(table)
+        console.print(_startup(running))
         running.close()
+
+
+def _startup(measured: Result | Flexgen) -> str:
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in measured.startup_seconds.items())
+    return f"start-up: {phases}; without a graph: {', '.join(measured.uncaptured) or 'nothing'}"
 
 
 def _known(models: Sequence[str] | None, layers: int | None) -> list[str]:
