@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from timing import H200_BYTES_PER_SECOND, seconds
+from timing import seconds
 
+from flexgen.bench.bound import H200_BYTES_PER_SECOND
 from flexgen.runtime import attention, moe, recurrent
 from flexgen.runtime.kernels import paged_attention
 from flexgen.runtime.kernels.delta_rule import delta_step

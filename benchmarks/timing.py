@@ -8,8 +8,7 @@ from statistics import median
 
 import torch
 
-H200_BYTES_PER_SECOND = 4.15e12
-"""Read bandwidth of an H200, measured with a reduction over 4 GB."""
+from flexgen.bench.bound import H200_BYTES_PER_SECOND
 
 Call = Callable[[], object]
 

@@ -171,7 +171,7 @@ class LLM:
         return self.llm_engine.all_metrics()
 
     def report(self) -> str:
-        """Memory of pages and state, for people: bytes by group, by token and by slot."""
+        """For people: bytes of pages and state by group, token and slot, the seconds of the start, how decode runs."""
         return memory_report(self.llm_engine)
 
     def _add_all(

@@ -1,4 +1,4 @@
-"""The memory of an engine's pages and state, as text."""
+"""The memory of an engine's pages and state, how it started, and what of it runs captured, as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from flexgen.runtime.recurrent import describe
 
 
 def memory_report(engine: Engine) -> str:
-    """One line a page group and entry with recurrent state: bytes of K/V a token, of state a slot, and in all its layers."""
+    """One line a page group and entry with recurrent state: bytes of K/V a token, of state a slot, and in all its layers.
+
+    Then the seconds of each phase of the start, and how decode steps run.
+    """
     cache, lines = engine.cache, []
     for group, pages, pool in zip(cache.groups, cache.pages, engine.tables.pools):
         page = group.page_bytes(cache.block_size, cache.dtype)
@@ -32,7 +35,16 @@ def memory_report(engine: Engine) -> str:
     if engine.options.enable_prefix_caching is not False and not engine.prefix_caching:
         caching = "off: this model has recurrent state, which is not kept at block ends"
     lines += [f"prefix caching: {caching}", f"sum: {_size(cache.total_bytes)}"]
-    return "\n".join(lines)
+    lines.append("start-up: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in engine.startup.items()))
+    return "\n".join([*lines, *_decode(engine)])
+
+
+def _decode(engine: Engine) -> list[str]:
+    """How decode steps run: by graphs of which sizes, and every part that has none."""
+    graphs = engine.runner.graphs
+    if graphs is None:
+        return ["decode: without graphs"]
+    return [f"decode: graphs of {', '.join(map(str, graphs.sizes))} rows", *graphs.failures]
 
 
 def _size(count: int) -> str:

@@ -84,3 +84,35 @@ def test_a_weight_that_moved_is_named():
     toy.weight_version += 1
     with pytest.raises(FlexgenError, match="layer 0's k_pages, which moved"):
         run(llm, [[1, 2]], SamplingParams(max_tokens=3))
+
+
+class Uncapturable(HostGraphs):
+    """The forward pass of 2 rows replays to something else, and sampling of 4 rows cannot be captured."""
+
+    def _captured(self, what, run):
+        if what.startswith("sampling 4 rows"):
+            return self._fail(what, "operation not permitted when stream is capturing")
+        captured = super()._captured(what, run)
+        if what == "the forward pass of 2 rows":
+            captured.graph.replay = lambda: captured.result.fill_(7.0)
+        return captured
+
+
+def test_what_has_no_graph_still_runs_and_the_report_lists_it():
+    toy = Toy()
+    llm, plain = engine(toy), engine(toy)
+    runner = llm.llm_engine.runner
+    assert "decode: without graphs" in llm.report().splitlines()
+    parts = (runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors)
+    runner.graphs = Uncapturable(*parts, [1, 2, 4], toy.device)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for batch in ([[1, 2]], [[1, 2], [3]], [[1, 2], [3], [4, 5, 6]]):
+        mine, theirs = (run(each, batch, params) for each in (llm, plain))
+        assert [o.outputs[0].token_ids for o in mine] == [o.outputs[0].token_ids for o in theirs]
+    start, decode, forward, sampling = llm.report().splitlines()[-4:]
+    assert start == "start-up: load 0.0 s, compile 0.0 s, capture 0.0 s"
+    assert decode == "decode: graphs of 1, 2, 4 rows"
+    assert forward == (
+        "the forward pass of 2 rows runs without a graph: its replay differs from the same code run directly"
+    )
+    assert sampling.startswith("sampling 4 rows with Features(") and sampling.endswith("when stream is capturing")
