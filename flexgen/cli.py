@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import shlex
 import sys
 import traceback
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from flexgen.compile import Checked, UsageError, check, find_specs
+from flexgen.compile import Checked, UsageError, check, find_specs, shown
 from flexgen.errors import FlexError
 from flexgen.spec.codes import CODES
-from flexgen.spec.diagnostics import nearest, render_json, render_text
+from flexgen.spec.diagnostics import Diagnostic, SpecError, nearest, render_json, render_text
+from flexgen.spec.source import split_lines
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="A compiler for language-model engines.")
 Specs = Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Paths or names of specs; none: all.")]
@@ -38,8 +42,11 @@ class DiffFormat(StrEnum):
 
 def main() -> None:
     """Run a command; turn every error into one message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter shows its number
     try:
-        sys.exit(app(standalone_mode=False) or 0)  # typer hands back the code of its own Exit
+        sys.exit(app(prog_name="flexgen", standalone_mode=False) or 0)  # typer hands back the code of its own Exit
     except SystemExit:
         raise
     except (typer.Abort, KeyboardInterrupt):
@@ -49,16 +56,38 @@ def main() -> None:
 
 
 def _report(error: Exception) -> int:
+    """Say what is wrong, and what to do, in one message. -> the exit code"""
     if os.environ.get("FLEXGEN_DEBUG") == "1":
         traceback.print_exc()
     if hasattr(error, "exit_code"):  # click's own: usage errors and exits
-        if getattr(error, "exit_code", 0) and hasattr(error, "format_message"):
-            print(f"error: {error.format_message()}", file=sys.stderr)
+        if error.exit_code and hasattr(error, "format_message") and (message := _usage(error)):
+            print(f"error: {message}", file=sys.stderr)
         return int(error.exit_code)
-    print(f"error: {error}" if str(error) else f"error: {type(error).__name__}", file=sys.stderr)
-    if isinstance(error, UsageError):
-        return 2
-    return 3 if isinstance(error, FlexError | ValueError | FileNotFoundError) else 4
+    if isinstance(error, SpecError):
+        print(_text(error.diagnostics), end="", file=sys.stderr)
+        return 3
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"error: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+        return 4
+    if isinstance(error, FlexError | ValueError):
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 3
+    print(f"error: {type(error).__name__}: {error}\nFLEXGEN_DEBUG=1 shows where it happened", file=sys.stderr)
+    return 4
+
+
+def _usage(error: Any) -> str:
+    """What click says of a command line, and where the command's options are listed; empty where it printed help."""
+    message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    command = error.ctx.command_path if error.ctx else "flexgen"
+    return f"{message}: see `{command} --help`" if message else ""
+
+
+def _text(diagnostics: Iterable[Diagnostic]) -> str:
+    """Diagnostics with excerpts of the files they are about."""
+    listed = list(diagnostics)
+    files = {item.path: Path(item.path) for item in listed}
+    return render_text(listed, {name: split_lines(path.read_bytes()) for name, path in files.items() if path.is_file()})
 
 
 def _checked(specs: list[str] | None) -> list[Checked]:
@@ -67,10 +96,9 @@ def _checked(specs: list[str] | None) -> list[Checked]:
 
 def _refuse(checked: list[Checked]) -> None:
     """Print the diagnostics of specs that are wrong and exit 3."""
-    bad = [item for item in checked if item.architecture is None]
-    if bad:
-        sources = {d.path: item.lines for item in bad for d in item.diagnostics}
-        print(render_text([d for item in bad for d in item.diagnostics], sources), end="", file=sys.stderr)
+    diagnostics = [diagnostic for item in checked for diagnostic in item.diagnostics]
+    if diagnostics:
+        print(_text(diagnostics), end="", file=sys.stderr)
         raise typer.Exit(3)
 
 
@@ -95,27 +123,31 @@ def build(
 ) -> None:
     """Generate the packages of specs."""
     from flexgen.assets import root
+    from flexgen.compile import named
     from flexgen.render.build import compare, write
     from flexgen.render.render import render
 
     checked = _checked(specs)
     _refuse(checked)
     folder = out or root("generated")
-    rendered = {item.architecture.name: (item, render(item.architecture)) for item in checked if item.architecture}
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file: give a folder as --out")
+    rendered = {name: (path, render(architecture)) for name, (path, architecture) in named(checked).items()}
     differs = 0
-    for name, (item, files) in rendered.items():
+    for name, (path, files) in rendered.items():
         if check or dry_run:
+            command = ["flexgen", "build", shown(path), *(["--out", str(out)] if out else [])]
             for difference in compare(folder / name, files):
                 differs += 1
-                fix = f"flexgen build {item.path}" if difference.change != "EXTRA" else f"remove {difference.path}"
-                print(f"{difference.change} {difference.path}: {fix}")
+                file = shown(difference.path)
+                print(f"{difference.change} {file}: {f'remove {file}' if difference.change == 'EXTRA' else shlex.join(command)}")
         else:
-            for path in write(folder / name, files):
-                print(f"wrote {path}")
+            for written in write(folder / name, files):
+                print(f"wrote {shown(written)}")
     stale = [] if specs or out else sorted(p for p in folder.glob("*/manifest.json") if p.parent.name not in rendered)
-    for path in stale:
+    for manifest in stale:
         differs += 1
-        print(f"EXTRA {path.parent}: no spec makes it; remove the folder")
+        print(f"EXTRA {shown(manifest.parent)}: no spec makes it; remove the folder")
     if check and differs:
         raise typer.Exit(1)
 
@@ -182,12 +214,12 @@ def schema(
         root("docs") / "spec.md": spec_reference(),
         root("docs") / "diagnostics.md": diagnostics_catalogue(),
     }
-    differs = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    differs = [path for path, text in made.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in differs:
         if not check:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(made[path])
-        print(f"CHANGED {path}: flexgen schema" if check else f"wrote {path}")
+            path.write_text(made[path], "utf-8")
+        print(f"CHANGED {shown(path)}: flexgen schema" if check else f"wrote {shown(path)}")
     raise typer.Exit(1 if check and differs else 0)
 
 
@@ -201,11 +233,14 @@ def explain(
     map: Annotated[bool, typer.Option("--map", help="Print where every generated line comes from, as JSON.")] = False,
 ) -> None:
     """Explain a diagnostic, a generated line, a spec or a place in one."""
-    if what in CODES and path is None and not map:
-        print(CODES[what].explain(), end="")
+    code = (what or "").upper()
+    if code in CODES and path is None and not map:
+        print(CODES[code].explain(), end="")
         return
-    if what is not None and re.fullmatch("SPEC[0-9]*", what):
-        near = nearest(what, CODES)
+    if code in CODES:
+        raise UsageError(f"{code} is a diagnostic, which has no places and no map: flexgen explain {code}")
+    if re.fullmatch("SPEC[0-9]*", code):
+        near = nearest(code, CODES)
         raise UsageError(f"no diagnostic `{what}`" + (f": did you mean {near}?" if near else f": {', '.join(CODES)}"))
     if what is None and not map:
         raise UsageError("give a code, a generated line, or a spec")
@@ -290,10 +325,9 @@ def generate(
 
     prompts = list(prompt or ())
     if file is not None:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
-        prompts += [line for line in text.splitlines() if line]
+        prompts += _lines(sys.stdin.read() if str(file) == "-" else _read(file))
     if not prompts and not sys.stdin.isatty():
-        prompts = [line for line in sys.stdin.read().splitlines() if line]
+        prompts = _lines(sys.stdin.read())
     if not prompts:
         raise UsageError("no prompt: give -p TEXT, -f FILE, or text on stdin")
     llm = LLM(model=str(model))
@@ -312,3 +346,14 @@ def generate(
             print(grown[shown:], end="", flush=True)
             shown = len(grown)
         print()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: byte {error.start} is not UTF-8: save the prompts as UTF-8") from None
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,6 @@ from flexgen.ir.architecture import Architecture
 from flexgen.ir.resolve import resolve
 from flexgen.spec.diagnostics import Diagnostic, SpecError
 from flexgen.spec.load import load_spec
-from flexgen.spec.source import split_lines
 
 
 class UsageError(FlexError):
@@ -26,27 +27,25 @@ class Checked:
     architecture: Architecture | None
     diagnostics: tuple[Diagnostic, ...]
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The file's lines, for excerpts."""
-        return split_lines(self.path.read_bytes())
-
 
 def find_specs(names: list[str]) -> list[Path]:
-    """Spec files by path or by name; all of them where none is named. Raises UsageError."""
+    """Spec files by path or by name; all of flexgen's own where none is named. Raises UsageError.
+
+    A name stands for one of flexgen's own specs, or for a file where `flexgen new` puts one.
+    """
     folder = root("specs")
     if not names:
         return sorted(folder.glob("*.yaml"))
-    found = []
+    known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    found: dict[Path, Path] = {}
     for name in names:
-        path = Path(name)
-        if not path.exists():
-            path = folder / f"{name}.yaml"
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
-            raise UsageError(f"no spec `{name}`: give a path, or one of {known}")
-        found.append(path)
-    return found
+        places = (Path(name), *(place / f"{name}.yaml" for place in (folder, Path("specs"), Path())))
+        path = next(filter(os.path.isfile, places), None)
+        if path is None:
+            what = f"`{name}` is a folder" if os.path.isdir(name) else f"no spec `{name}`"
+            raise UsageError(f"{what}: give the path of a file, or one of {known}")
+        found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def check(path: Path) -> Checked:
@@ -55,6 +54,20 @@ def check(path: Path) -> Checked:
         return Checked(path, resolve(load_spec(path, shown(path))), ())
     except SpecError as error:
         return Checked(path, None, error.diagnostics)
+
+
+def named(checked: Iterable[Checked]) -> dict[str, tuple[Path, Architecture]]:
+    """Architectures by name, each with its spec's file. Raises UsageError where two specs have one name."""
+    found: dict[str, tuple[Path, Architecture]] = {}
+    for item in checked:
+        if item.architecture is None:
+            continue
+        name = item.architecture.name
+        if name in found:
+            both = f"{shown(found[name][0])} and {shown(item.path)}"
+            raise UsageError(f"{both} are both called `{name}`, and would make one package: rename one of them")
+        found[name] = item.path, item.architecture
+    return found
 
 
 def shown(path: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen.compile import UsageError, find_specs, shown
+from flexgen.ir.architecture import Architecture
 from flexgen.ir.resolve import resolve
 from flexgen.render.linemap import Origin, line_map, parse_path, place, show_path, to_json
 from flexgen.spec.diagnostics import SpecPath, nearest
@@ -21,9 +22,16 @@ MAX_LINES = 12
 
 def load_map(name: str) -> tuple[Spec, Map]:
     """A spec by name or path with its line map. Raises UsageError, SpecError."""
+    spec, architecture = _load(name)
+    return spec, line_map(spec, architecture)
+
+
+def _load(name: str) -> tuple[Spec, Architecture]:
+    if name.endswith(".py"):
+        raise UsageError(f"{name} is no spec: give one of its lines, as in {name}:1")
     path = find_specs([name])[0]
     spec = load_spec(path, shown(path))
-    return spec, line_map(spec, resolve(spec))
+    return spec, resolve(spec)
 
 
 def whole_map(name: str | None) -> str:
@@ -40,14 +48,14 @@ def explain_line(path: Path, number: int) -> str:
     if not path.is_file() or not manifest.is_file():
         raise UsageError(f"no generated file `{path}`: give one of a generated package, as in generated/llama/walker.py:1")
     try:
-        name = json.loads(manifest.read_text())["name"]
-    except (json.JSONDecodeError, KeyError):
+        name = json.loads(manifest.read_bytes())["name"]
+    except (ValueError, KeyError, TypeError):
         raise UsageError(f"`{manifest}` is no manifest: run `flexgen build` again") from None
     spec, found = load_map(name)
     if path.name not in found:
         raise UsageError(f"`{path.name}` comes from no template: give {', '.join(found)}")
     lines = found[path.name]
-    if path.read_text().splitlines() != [origin.text for origin in lines]:
+    if path.read_text("utf-8", "replace").splitlines() != [origin.text for origin in lines]:
         raise UsageError(f"`{path}` is not what {spec.path} makes: undo the edit, or run `flexgen build {name}`")
     if not 1 <= number <= len(lines):
         raise UsageError(f"`{path}` has lines 1 to {len(lines)}, not {number}")
@@ -88,9 +96,7 @@ def _lines(found: Map, path: SpecPath) -> list[tuple[str, int, str]]:
 
 def explain_spec(name: str) -> str:
     """The resolved architecture in short. Raises UsageError, SpecError."""
-    path = find_specs([name])[0]
-    spec = load_spec(path, shown(path))
-    architecture = resolve(spec)
+    spec, architecture = _load(name)
     rows = [("model types", ", ".join(architecture.checkpoint.model_types))]
     rows += [(f"dims.{dim.name}", f"{dim.type} = {dim.source}") for dim in architecture.dims]
     for kind, slots in spec.model.kinds.items():

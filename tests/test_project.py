@@ -11,12 +11,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tiny import tiny_config
 
 from flexgen import demo
 from flexgen.assets import root
 from flexgen.runtime.errors import FlexgenError
 from flexgen.verify import reference
-from flexgen.verify.run import _tiny_config as tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -138,7 +138,7 @@ def as_json(report: Report) -> str:
         "files": report.files,
         "changes": [_group(group) for group in report.groups],
     }
-    return json.dumps(payload, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(payload, indent=2) + "\n"
 
 
 def _group(group: Group) -> dict[str, object]:

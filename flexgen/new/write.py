@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import re
 import tempfile
@@ -19,6 +20,8 @@ def draft(name: str, spec: str | None, config: Path | None) -> tuple[Draft, str]
     """The draft of a new spec, and what it was made from. Raises UsageError, ConfigFileError, ConfigError and SpecError."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"`{name}` cannot name a spec: lower-case letters, digits and _, a letter first, at most 40")
+    if keyword.iskeyword(name):
+        raise UsageError(f"`{name}` cannot name a spec: it is a word of Python")
     if (spec is None) == (config is None):
         raise UsageError("give exactly one of --from SPEC and --config CONFIG_JSON")
     if spec is not None:

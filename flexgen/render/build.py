@@ -28,7 +28,7 @@ def compare(folder: Path, files: dict[str, str]) -> list[Difference]:
     found: list[Difference] = []
     for name, text in files.items():
         path = folder / name
-        if not path.exists():
+        if not path.is_file():
             found.append(Difference("MISSING", path))
         elif path.read_bytes().replace(b"\r\n", b"\n") != text.encode():
             edited = name in hashes and hashes[name] != _hash(path)
@@ -65,12 +65,11 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
 
 
 def _recorded(folder: Path) -> dict[str, str]:
-    path = folder / "manifest.json"
-    if not path.exists():
-        return {}
+    """The files that a package's manifest names, with their hashes; none where it is no manifest of ours."""
     try:
-        return json.loads(path.read_text())["files"]
-    except (json.JSONDecodeError, KeyError):
+        files = json.loads((folder / "manifest.json").read_bytes())["files"]
+        return {name: digest for name, digest in files.items() if Path(name).name == name}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

@@ -192,7 +192,7 @@ def _place(path: str, span: Span, gutter: int, sources: Mapping[str, Sequence[st
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:
     """The diagnostics as JSON for editors and CI; lines and columns as in `Span`."""
     payload = {"version": JSON_VERSION, "diagnostics": [_as_json(item) for item in diagnostics]}
-    return json.dumps(payload, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(payload, indent=2) + "\n"
 
 
 def _as_json(item: Diagnostic) -> dict[str, Any]:

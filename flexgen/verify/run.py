@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.assets import root
+from flexgen.compile import UsageError, find_specs
 from flexgen.runtime.abi import Slots
-from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.model import Model
 from flexgen.runtime.package import find_packages, read_manifest
+from flexgen.spec.load import load_spec
 from flexgen.verify import reference
 from flexgen.verify.harness import Harness
 from flexgen.verify.layers import LayerRun
@@ -36,18 +36,18 @@ def verify(
 ) -> Report:
     """Compare a generated package, by name or folder, with transformers.
 
-    Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises FlexgenError for a
+    Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises UsageError for a
     package or spec that is not there and for a dtype other than float32.
     """
     if dtype != "float32":
-        raise FlexgenError(f"dtype is {dtype!r}, and verify compares in float32 only: leave --dtype out")
+        raise UsageError(f"dtype is {dtype!r}, and verify compares in float32 only: leave --dtype out")
     folder = _package(spec)
     name = read_manifest(folder)["name"]
     if checkpoint is not None:
         oracle = reference.load(Path(checkpoint), device)
         model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)
         return _compare(name, str(checkpoint), model, oracle)
-    oracle = reference.tiny(_tiny_config(name)).to(device)
+    oracle = reference.tiny(load_spec(find_specs([name])[0]).model.tiny).to(device)
     with tempfile.TemporaryDirectory() as directory:
         reference.save(oracle, directory)
         with warnings.catch_warnings():
@@ -62,16 +62,7 @@ def _package(spec: str | Path) -> Path:
         return packages[str(spec)]
     if (Path(spec) / "manifest.json").exists():
         return Path(spec)
-    raise FlexgenError(f"no generated package `{spec}`: give a folder, or one of {', '.join(packages)}")
-
-
-def _tiny_config(name: str) -> dict[str, Any]:
-    from flexgen.spec.load import load_spec
-
-    path = root("specs") / f"{name}.yaml"
-    if not path.exists():
-        raise FlexgenError(f"{path} is missing, and verify builds its `tiny:` model: give a checkpoint instead")
-    return load_spec(path).model.tiny
+    raise UsageError(f"no generated package `{spec}`: give a folder, or one of {', '.join(packages)}")
 
 
 def _compare(name: str, what: str, model: Model, oracle: Any) -> Report:

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from flexgen.assets import root
-from flexgen.runtime.errors import FlexgenError
+from flexgen.compile import UsageError
 from flexgen.runtime.package import find_packages
 from flexgen.verify import reference, verify
 from flexgen.verify.report import Report, Row
-from flexgen.verify.run import _tiny_config as tiny_config
 
 torch.set_num_threads(1)
 
@@ -102,7 +102,7 @@ def test_a_report_that_holds_nothing_or_nan_is_not_ok():
 
 
 def test_errors_name_what_is_wrong():
-    with pytest.raises(FlexgenError, match="no generated package `lama`"):
+    with pytest.raises(UsageError, match="no generated package `lama`"):
         verify("lama")
-    with pytest.raises(FlexgenError, match="bfloat16"):
+    with pytest.raises(UsageError, match="bfloat16"):
         verify("llama", dtype="bfloat16")
