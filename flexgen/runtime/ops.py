@@ -106,12 +106,6 @@ def softcap(x: Tensor, cap: float | None) -> Tensor:
     return torch.tanh(x / cap) * cap if cap else x
 
 
-def gated(act: str, gate_up: Tensor) -> Tensor:
-    """act(gate) * up, the two halves of the last dim (Shazeer 2020, arXiv:2002.05202). `act`: a key of ACTIVATIONS."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return ACTIVATIONS[act](gate) * up
-
-
 def rounded(value: float, dtype: torch.dtype) -> float:
     """The number as the model's dtype holds it, for scales that a family keeps as a tensor of that dtype."""
     return float(torch.tensor(value, dtype=dtype))
