@@ -15,6 +15,7 @@ from torch import Tensor
 from flexgen.runtime.abi import ExpertLayout, Mxfp4, PerExpert, Stacked, Weight
 from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.mxfp4 import dequantise
+from flexgen.runtime.transfer import Staging
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a tensor may be stored as. Narrower formats need scales, so they are never read as plain numbers."""
@@ -150,14 +151,14 @@ _MXFP4_PARTS = ("_blocks", "_scales")
 
 
 @torch.no_grad()
-def fill(storage: Tensor, weight: Weight, layer: int | None, checkpoint: Checkpoint) -> None:
+def fill(storage: Tensor, weight: Weight, layer: int | None, checkpoint: Checkpoint, staging: Staging) -> None:
     """Read one weight's tensors into its storage. Raises CheckpointError for what is missing or of another shape."""
     if weight.parts:
         start = 0
         for part in weight.parts:
             name = _numbered(part.name, layer)
             target = storage[start : start + part.rows]
-            target.copy_(_need(name, target.shape, checkpoint, weight))
+            staging.copy(target, _need(name, target.shape, checkpoint, weight))
             start += part.rows
         return
     matching = [layout for layout in weight.layouts if _holds(layout, layer, checkpoint)]
@@ -167,23 +168,22 @@ def fill(storage: Tensor, weight: Weight, layer: int | None, checkpoint: Checkpo
         raise CheckpointError(
             f"{checkpoint.directory}: {weight.role} of layer {layer} is stored as exactly one of: {possible}; found {found}"
         )
-    _fill_experts(storage, matching[0], layer, checkpoint, weight)
+    _fill_experts(storage, matching[0], layer, checkpoint, weight, staging)
 
 
 def _fill_experts(
-    storage: Tensor, layout: ExpertLayout, layer: int | None, checkpoint: Checkpoint, weight: Weight
+    storage: Tensor, layout: ExpertLayout, layer: int | None, checkpoint: Checkpoint, weight: Weight, staging: Staging
 ) -> None:
     if isinstance(layout, Stacked):
-        shape = tuple(storage.shape)
-        wanted = (shape[0], shape[2], shape[1]) if layout.transpose else shape
-        tensor = _need(_numbered(layout.name, layer), wanted, checkpoint, weight)
-        storage.copy_(tensor.transpose(1, 2) if layout.transpose else tensor)
+        target = storage.transpose(1, 2) if layout.transpose else storage
+        staging.copy(target, _need(_numbered(layout.name, layer), target.shape, checkpoint, weight))
     elif isinstance(layout, PerExpert):
         rows = storage.shape[1] // len(layout.names)
         for expert in range(storage.shape[0]):
             for index, name in enumerate(layout.names):
                 target = storage[expert, index * rows : (index + 1) * rows]
-                target.copy_(_need(_numbered(name, layer).replace("*", str(expert)), target.shape, checkpoint, weight))
+                tensor = _need(_numbered(name, layer).replace("*", str(expert)), target.shape, checkpoint, weight)
+                staging.copy(target, tensor)
     else:
         experts, inner, out = storage.shape
         groups = inner // 32

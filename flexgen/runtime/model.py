@@ -16,6 +16,7 @@ from flexgen.runtime.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.config import check_ignored, normalise, read_config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.package import Package, choose, load_package
+from flexgen.runtime.transfer import Staging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -128,8 +129,9 @@ class Model:
                     yield layer, weight, index
 
     def _fill(self, checkpoint: Checkpoint) -> LoadReport:
+        staging = Staging(self.device)
         for layer, weight, index in self.storages():
-            fill(getattr(layer, weight.role), weight, index, checkpoint)
+            fill(getattr(layer, weight.role), weight, index, checkpoint, staging)
         for weight in self.table("model"):
             if weight.same_as is not None:
                 check_tied(getattr(self.weights, weight.role), weight, checkpoint)

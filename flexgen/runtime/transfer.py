@@ -1,8 +1,9 @@
-"""Small copies between host and device that never make the host wait for the device's queue."""
+"""Copies between host and device: small ones that never make the host wait for the device's queue, and whole weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -13,6 +14,39 @@ def upload(values: Sequence, device: torch.device, dtype: torch.dtype = torch.in
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class Staging:
+    """Copies weights to a device. To CUDA they go through two pinned buffers in turn, so that reading a part from its file
+    overlaps with the copy of the part before; casts and transpositions happen on the device.
+    """
+
+    def __init__(self, device: torch.device, size: int = 2**26) -> None:
+        self._device, self._size = device, size
+        if device.type == "cuda":
+            buffers = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
+            self._buffers = cycle(buffers)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """`target.copy_(source)`, in stream order."""
+        if self._device.type != "cuda":
+            target.copy_(source)
+            return
+        for into, part in pieces(target, source, self._size):
+            if part.nbytes > self._size:
+                into.copy_(part)
+                continue
+            buffer, copied = next(self._buffers)
+            copied.synchronize()
+            staged = buffer[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+            into.copy_(staged.to(self._device, non_blocking=True))
+            copied.record()
+
+
+def pieces(target: Tensor, source: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both cut along dim 0 into parts of at most `size` bytes of the source, or of one row where that is more."""
+    rows = max(1, size // max(1, source[:1].nbytes))
+    return zip(target.split(rows), source.split(rows), strict=True)
 
 
 class Download:

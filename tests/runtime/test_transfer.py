@@ -1,0 +1,39 @@
+"""Weights on their way to a device: the parts that are staged, put together, are the whole."""
+
+import pytest
+import torch
+
+from flexgen.runtime.transfer import Staging, pieces
+
+SOURCES = {
+    "matrix": torch.randn(13, 7),
+    "rows beyond a part": torch.randn(3, 40),
+    "vector": torch.randn(50).bfloat16(),
+    "one number": torch.randn(1),
+    "experts": torch.randn(5, 4, 3),
+    "nothing": torch.randn(0, 4),
+}
+
+
+@pytest.mark.parametrize("size", [1, 32, 100, 2**20])
+@pytest.mark.parametrize("name", SOURCES)
+def test_pieces_cover_a_tensor_and_stay_below_the_size(name, size):
+    source = SOURCES[name]
+    target = torch.full(source.shape, float("nan"))
+    for into, part in pieces(target, source, size):
+        assert part.nbytes <= max(size, source[:1].nbytes)
+        into.copy_(part)
+    assert torch.equal(target, source.float())
+
+
+def test_pieces_of_a_transposed_target_write_its_storage():
+    source, storage = torch.randn(5, 4, 3), torch.full((5, 3, 4), float("nan"))
+    for into, part in pieces(storage.transpose(1, 2), source, 100):
+        into.copy_(part)
+    assert torch.equal(storage, source.transpose(1, 2))
+
+
+def test_a_host_copies_at_once():
+    target = torch.empty(13, 7, dtype=torch.bfloat16)
+    Staging(torch.device("cpu")).copy(target, SOURCES["matrix"])
+    assert torch.equal(target, SOURCES["matrix"].bfloat16())
