@@ -120,7 +120,7 @@ class Transformers:
 
     def generate(self, prompts: Sequence[list[int]], workload: Workload) -> int:
         ids = torch.tensor(list(prompts), device=self._device)
-        sampling = {"do_sample": workload.temperature > 0, "temperature": workload.temperature or None}
+        sampling = {"do_sample": workload.temperature > 0, "temperature": workload.temperature or None, "top_k": 0}
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -153,6 +153,8 @@ def engine_named(name: str) -> type[Flexgen] | type[Transformers]:
 
 
 def _release() -> None:
+    """Free what nobody holds any more, so that the next engine's memory and its peak are its own."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
