@@ -1,33 +1,50 @@
-"""Every spec's tiny model on the GPU against transformers on the CPU: fp32, whole prefill, chunks and decode.
+"""Every spec's tiny model on a GPU against transformers on the host: largest error of logits in fp32.
 
-    PYTHONPATH=. python benchmarks/gpu_check.py FOLDER   # FOLDER/NAME holds a checkpoint and `expected.pt` for each spec
+    python benchmarks/gpu_check.py [--device cuda]
+
+Whole prefill, then chunks and decode. The exit code is 1 where an error is above the limit.
 """
 
+from __future__ import annotations
+
+import argparse
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, "tests")
-from tiny import Bench
-
 from flexgen.runtime.model import Model
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tiny import SPECS, Bench, expected, prompt, saved
 
-def main(folder: Path) -> None:
+LIMIT = 1e-3
+CHUNKS = (1, 16, 3, 19, 1)
+
+
+def errors(spec: str, device: str) -> list[float]:
+    """Of a whole prefill, and of chunks that end in decode."""
+    reference, folder = saved(spec)
+    tokens = prompt(sum(CHUNKS))
+    wanted = expected(reference, tokens)
+    model = Model.load(folder, dtype="float32", device=device)
+    whole, bench = Bench(model).run({0: tokens})[0], Bench(model)
+    parts = [bench.run({1: chunk.tolist()})[1] for chunk in torch.tensor(tokens).split(CHUNKS)]
+    return [(logits.cpu() - wanted).abs().max().item() for logits in (whole, torch.cat(parts))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    device = parser.parse_args().device
     torch.backends.cuda.matmul.allow_tf32 = False
-    for path in sorted(folder.iterdir()):
-        try:
-            tokens, wanted = torch.load(path / "expected.pt")
-            model = Model.load(path, dtype="float32", device="cuda", generated=Path("generated") / path.name)
-            whole = Bench(model).run({0: tokens})[0].cpu()
-            bench = Bench(model)
-            parts = [bench.run({1: tokens[a:b]})[1] for a, b in ((0, 1), (1, 17), (17, 20), (20, 39), (39, 40))]
-            error = [(x - wanted).abs().max().item() for x in (whole, torch.cat(parts).cpu())]
-            print(f"{path.name:14} whole {error[0]:.1e} chunks and decode {error[1]:.1e}", flush=True)
-        except Exception:
-            print(path.name, "FAILED", traceback.format_exc(limit=-3), flush=True)
+    good = True
+    for spec in SPECS:
+        whole, parts = errors(spec, device)
+        good &= max(whole, parts) < LIMIT
+        print(f"{spec:14} whole {whole:.1e}   chunks and decode {parts:.1e}", flush=True)
+    sys.exit(0 if good else 1)
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main()
