@@ -87,7 +87,7 @@ class Scope:
 
     def dims(self) -> tuple[Dim, ...]:
         """One `Dim` per line of the section, typed by how it is used. Reports unused dims and wrong types."""
-        wants = self._wants()
+        wants, divisors = self._wants(), self._divisors()
         lines: list[Dim] = []
         types: dict[str, Want] = {}
         for name, expr in self.exprs.items():
@@ -97,7 +97,7 @@ class Scope:
                 message = f"`{expr.text()}` can be a float where a whole number is needed"
                 self.problems.add("SPEC029", message, path, help="divide with `//`")
             types[name] = kind
-            read = self._read(expr, kind, types, path)
+            read = self._read(expr, kind, types, path, name in divisors and kind != "bool")
             lines.append(Dim(name, kind, read, expr.text(), f"dims.{name}"))
         for use in self.uses:
             kind = self._kind(use.expr, types, use.path)
@@ -128,6 +128,14 @@ class Scope:
                 wants.setdefault(expr.dotted, wants[name])
         return wants
 
+    def _divisors(self) -> set[str]:
+        """The dims that another one divides by."""
+        found = {name.dotted for expr in self.exprs.values() for name in expr.divisors()}
+        for name, expr in reversed(self.exprs.items()):  # another name for an earlier dim is that dim
+            if name in found and isinstance(expr, Name):
+                found.add(expr.dotted)
+        return found
+
     def _kind(self, expr: Expr, types: dict[str, Want], path: SpecPath) -> Want:
         known = {name.dotted: types.get(name.dotted, "int") for name in expr.names()}
         try:
@@ -136,9 +144,9 @@ class Scope:
             self._report(error, path)
             return "int"
 
-    def _read(self, expr: Expr, kind: Want, earlier: dict[str, Want], path: SpecPath) -> str:
+    def _read(self, expr: Expr, kind: Want, earlier: dict[str, Want], path: SpecPath, is_divisor: bool) -> str:
         """Python that binds one dim: `config.int("a", "b", default=c)`, or arithmetic over earlier dims."""
-        me = path[-1]
+        me, nonzero = path[-1], ", nonzero=True" if is_divisor else ""
         reader = {"int": "config.int", "float": "config.float", "bool": "config.flag"}[kind]
 
         def is_dim(name: Name) -> bool:
@@ -152,10 +160,10 @@ class Scope:
                     message = f"dim `{name.dotted}` is never absent, so what follows `or` would never be used"
                     self.problems.add("SPEC011", message, path, within=(name.start, name.end))
             if isinstance(last, Name) and not is_dim(last):
-                return f'{reader}({", ".join(paths)}, "{last.dotted}")'
-            return f"{reader}({', '.join(paths)}, default={self._arithmetic(last, is_dim, path)})"
+                return f'{reader}({", ".join(paths)}, "{last.dotted}"{nonzero})'
+            return f"{reader}({', '.join(paths)}, default={self._arithmetic(last, is_dim, path)}{nonzero})"
         if isinstance(expr, Name):
-            return expr.dotted if is_dim(expr) else f'{reader}("{expr.dotted}")'
+            return expr.dotted if is_dim(expr) else f'{reader}("{expr.dotted}"{nonzero})'
         return self._arithmetic(expr, is_dim, path)
 
     def _arithmetic(self, expr: Expr, is_dim: object, path: SpecPath) -> str:
@@ -163,7 +171,14 @@ class Scope:
             if isinstance(node, Or):
                 help = "give it a line of its own in `dims`"
                 self.problems.add("SPEC011", "`or` inside arithmetic", path, within=(node.start, node.end), help=help)
-        return expr.python(lambda name: name.dotted if is_dim(name) else f'config.number("{name.dotted}")')
+        divisors = {name.dotted for name in expr.divisors()}
+
+        def read(name: Name) -> str:
+            if is_dim(name):
+                return name.dotted
+            return f'config.number("{name.dotted}"{", nonzero=True" if name.dotted in divisors else ""})'
+
+        return expr.python(read)
 
     # ------------------------------------------------------------ problems
 

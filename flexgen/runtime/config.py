@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 from flexgen.runtime import schedule as schedules
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.ignored import NO_EFFECT
-from flexgen.runtime.rope import Rope
+from flexgen.runtime.rope import Rope, is_finite
 
 _MISSING = object()
+_LARGEST = 2**63 - 1
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
@@ -148,18 +148,20 @@ class Config:
 
     # ------------------------------------------------------------ values
 
-    def int(self, *paths: str, default: Any = _MISSING) -> int:
+    # `nonzero` is for what the spec divides by
+
+    def int(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int:
         """A whole number: of the first path that is present, else the default."""
-        path, value = self._first(paths, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{path} is {value!r}, and must be a whole number")
+        path, value = self._first(paths, default, nonzero)
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LARGEST:
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a whole number of at most 64 bits")
         return value
 
-    def float(self, *paths: str, default: Any = _MISSING) -> float:
+    def float(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> float:
         """A number."""
-        path, value = self._first(paths, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{path} is {value!r}, and must be a finite number")
+        path, value = self._first(paths, default, nonzero)
+        if isinstance(value, bool) or not is_finite(value):
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number")
         return float(value)
 
     def flag(self, *paths: str, default: Any = _MISSING) -> bool:
@@ -169,11 +171,11 @@ class Config:
             raise ConfigError(f"{path} is {value!r}, and must be true or false")
         return value
 
-    def number(self, *paths: str, default: Any = _MISSING) -> int | float:
+    def number(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int | float:
         """An operand of arithmetic: a number, or a flag that counts as 0 or 1."""
-        path, value = self._first(paths, default)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{path} is {value!r}, and must be a finite number, true or false")
+        path, value = self._first(paths, default, nonzero)
+        if not is_finite(value):
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number, true or false")
         return int(value) if isinstance(value, bool) else value
 
     def optional(self, path: str) -> Any:
@@ -194,7 +196,13 @@ class Config:
         """The kind of each layer."""
         return schedules.resolve(layers, rules)
 
-    def _first(self, paths: Sequence[str], default: Any) -> tuple[str, Any]:
+    def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
+        path, value = self._present(paths, default)
+        if nonzero and value == 0:
+            raise ConfigError(f"{path} is {value!r}, and the spec divides by it: it must not be 0")
+        return path, value
+
+    def _present(self, paths: Sequence[str], default: Any) -> tuple[str, Any]:
         found: tuple[str, Any] | None = None
         for path in paths:
             self.read.add(path)
@@ -247,6 +255,11 @@ class Config:
         parts = path.split(".")
         prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
         return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys()))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:

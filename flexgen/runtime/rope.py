@@ -7,6 +7,7 @@ A `Rope` is bound once at load, where every key must be understood, and makes th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -80,7 +81,7 @@ class Rope:
         if kind in ("llama3", "yarn"):
             given.setdefault("original_position", max_position)
         if kind == "yarn" and "factor" not in given:
-            given["factor"] = max_position / given["original_position"]
+            given["factor"] = max_position / max(given["original_position"], 1)  # one below 1 is refused below
         rope = Rope(type=kind, head_dim=head_dim, **given)
         rope._check_values()
         return rope
@@ -110,6 +111,8 @@ class Rope:
         for key in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"rope_parameters: {key} is {getattr(self, key)}, it must be above 0")
+        if self.type == "yarn" and self.theta == 1:
+            raise ConfigError("rope_parameters.rope_theta is 1, and yarn divides by its logarithm")
         if self.type in ("llama3", "yarn") and self.original_position < 1:
             raise ConfigError(
                 f"rope_parameters.original_max_position_embeddings is {self.original_position}, it must be at least 1"
@@ -128,9 +131,14 @@ _FIELDS = MappingProxyType(
 _NUMERIC = frozenset({"rope_theta", "partial_rotary_factor", *(_REQUIRED["llama3"] | _OPTIONAL["yarn"])}) - {"truncate"}
 
 
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a double can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
 def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _REQUIRED:
+    if not isinstance(kind, str) or kind not in _REQUIRED:
         raise ConfigError(f"rope_parameters.rope_type is {kind!r}, flexgen knows {_listed(_REQUIRED)}")
     if parameters.get("type", kind) != kind:
         raise ConfigError(f"rope_parameters says both rope_type {kind!r} and type {parameters['type']!r}; remove one")
@@ -159,7 +167,7 @@ def _number(kind: str, parameters: Mapping[str, Any], key: str) -> float | None:
     value = parameters[key]
     if value is None and kind == "yarn" and key in ("factor", *_YARN):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not is_finite(value):
         raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be a number")
     return value
 

@@ -63,6 +63,15 @@ class Expr:
         """Every name in the expression, in order, each time that it occurs."""
         return [node for node in self.walk() if isinstance(node, Name)]
 
+    def divisors(self) -> list[Name]:
+        """The names that the expression divides by: none of them can be 0."""
+        divided = (node.right for node in self.walk() if isinstance(node, Binary) and "/" in node.operator)
+        return [name for divisor in divided for name in divisor.factors()]
+
+    def factors(self) -> list[Name]:
+        """The names that make the expression 0 where one of them is."""
+        return []
+
     def text(self) -> str:
         """The expression in canonical form: one blank around operators, no parentheses that change nothing."""
         return self._render(_Form(lambda name: name.dotted, "sqrt", " or ".join))
@@ -169,6 +178,9 @@ class Name(Expr):
             self._fail(f"unknown name `{self.dotted}`", code="SPEC012")
         return types[self.dotted]
 
+    def factors(self) -> list[Name]:
+        return [self]
+
     def evaluate(self, values: Mapping[str, Any]) -> Any:
         value = values.get(self.dotted)
         if value is None:
@@ -191,6 +203,9 @@ class Unary(Expr):
 
     def kind(self, types: Mapping[str, Kind]) -> Kind:
         return self.operand._number_kind(types)
+
+    def factors(self) -> list[Name]:
+        return self.operand.factors()
 
     def evaluate(self, values: Mapping[str, Any]) -> int | float:
         return -self.operand._number(values)
@@ -221,6 +236,11 @@ class Binary(Expr):
                 if kind == "float":
                     self._refuse_floor(child)
         return "float" if self.operator == "/" or "float" in kinds else "int"
+
+    def factors(self) -> list[Name]:
+        if self.operator == "*":
+            return [*self.left.factors(), *self.right.factors()]
+        return self.left.factors() if self.operator == "/" else []
 
     def evaluate(self, values: Mapping[str, Any]) -> int | float:
         left, right = self.left._number(values), self.right._number(values)
@@ -253,6 +273,9 @@ class Call(Expr):
     def kind(self, types: Mapping[str, Kind]) -> Kind:
         kinds = [argument._number_kind(types) for argument in self.arguments]
         return "float" if self.function == "sqrt" or "float" in kinds else "int"
+
+    def factors(self) -> list[Name]:
+        return self.arguments[0].factors() if self.function == "sqrt" else []
 
     def evaluate(self, values: Mapping[str, Any]) -> int | float:
         numbers = [argument._number(values) for argument in self.arguments]

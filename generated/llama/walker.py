@@ -68,7 +68,7 @@ class Dims:
         vocab = config.int("vocab_size")
         hidden = config.int("hidden_size")
         layers = config.int("num_hidden_layers")
-        heads = config.int("num_attention_heads")
+        heads = config.int("num_attention_heads", nonzero=True)
         kv_heads = config.int("num_key_value_heads", default=heads)
         head_dim = config.int("head_dim", default=hidden // heads)
         size = config.int("intermediate_size")

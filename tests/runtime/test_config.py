@@ -156,6 +156,35 @@ def test_types_are_strict(reader, value):
     assert repr(value) in str(caught.value)
 
 
+def test_what_the_spec_divides_by_is_not_zero():
+    raw = {**tiny("llama"), "num_attention_heads": 0}
+    with pytest.raises(ConfigError, match="num_attention_heads is 0, and the spec divides by it"):
+        load_package(find_packages()["llama"]).walker.Dims.from_config(normalise(raw, None))
+
+
+ODD = (0, -1, 10**400, 1e308, "", [], {}, None, True, [None], [[]], {"a": {}}, 0.5, float("nan"))
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """Everything that could hold another value: (holder, key)."""
+    keys = list(node) if isinstance(node, dict) else [0] if isinstance(node, list) and node else []
+    return [(node, key) for key in keys] + [place for key in keys for place in places(node[key])]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_any_value_of_any_field_is_bound_or_refused_by_name(spec):
+    walker = load_package(find_packages()[spec]).walker
+    raw = tiny(spec)
+    for holder, key in places(raw):
+        good = holder[key]
+        for holder[key] in ODD:
+            try:
+                walker.Dims.from_config(normalise(raw, walker.TEXT_CONFIG))
+            except ConfigError as error:
+                assert len(str(error)) < 2000
+        holder[key] = good
+
+
 def test_the_first_path_that_is_present_wins():
     config = config_of({"a": None, "b": 2, "c": 3})
     assert config.int("a", "b", "c") == 2

@@ -84,6 +84,14 @@ def test_python(text, source):
     assert parse(text).python(lambda name: name.dotted) == source
 
 
+@pytest.mark.parametrize(
+    ("text", "divisors"),
+    [("a // b", ["b"]), ("a / (b * c)", ["b", "c"]), ("1 / sqrt(b)", ["b"]), ("a / (b + 1)", []), ("a or b // -c", ["c"])],
+)
+def test_divisors_are_names_that_can_not_be_zero(text, divisors):
+    assert [name.dotted for name in parse(text).divisors()] == divisors
+
+
 def test_names_and_walk():
     expr = parse("a.b + min(c, a.b) * (d or 2)")
     assert [node.dotted for node in expr.names()] == ["a.b", "c", "a.b", "d"]
