@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from typing import NamedTuple
 
 _BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.While, ast.Match, ast.Try, ast.Assert, ast.With)
 """A forward has none of these: the spec and the load have settled everything before it runs."""
@@ -12,23 +13,30 @@ _BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.While, ast.Match, ast.Try, ast.A
 _FORWARDS = ("forward", "logits")
 
 
-def lint(text: str) -> list[str]:
-    """Problems of a module's source, one line each: syntax, undefined names, unused imports, branches in a forward."""
+class Problem(NamedTuple):
+    """What is wrong with a line."""
+
+    line: int
+    message: str
+
+
+def lint(text: str) -> list[Problem]:
+    """Problems of a module's source: syntax, undefined names, unused imports, branches in a forward."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        return [f"line {error.lineno}: {error.msg}"]
+        return [Problem(error.lineno or 1, error.msg)]
     imports, functions = _imports(tree), _functions(tree)
     bodies = {function: list(ast.walk(function)) for function in functions}
     outside = [node for statement in tree.body for node in _without_functions(statement)]
     used = {node.id for nodes in (outside, *bodies.values()) for node in nodes if _is(node, ast.Load)}
-    problems = [f"import `{name}` is unused" for name in imports if name not in used]
+    problems = [Problem(line, f"import `{name}` is unused") for name, line in imports.items() if name not in used]
     defined = {*dir(builtins), *imports, *(node.id for node in outside if _is(node, ast.Store))}
     defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for function, nodes in bodies.items():
         problems += _undefined(nodes, defined)
         if _is_forward(function):
-            problems += [f"line {node.lineno}: a forward branches" for node in nodes if isinstance(node, _BRANCHES)]
+            problems += [Problem(node.lineno, "a forward branches") for node in nodes if isinstance(node, _BRANCHES)]
     return problems
 
 
@@ -36,14 +44,15 @@ def _is(node: ast.AST, context: type[ast.expr_context]) -> bool:
     return isinstance(node, ast.Name) and isinstance(node.ctx, context)
 
 
-def _imports(tree: ast.Module) -> list[str]:
+def _imports(tree: ast.Module) -> dict[str, int]:
+    """The names that are imported, each with its line."""
     statements = [*tree.body, *(inner for node in tree.body if isinstance(node, ast.If) for inner in node.body)]
-    return [
-        alias.asname or alias.name.split(".")[0]
+    return {
+        alias.asname or alias.name.split(".")[0]: node.lineno
         for node in statements
         if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__"
         for alias in node.names
-    ]
+    }
 
 
 def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
@@ -58,10 +67,10 @@ def _without_functions(node: ast.AST) -> list[ast.AST]:
     return [node, *(inner for child in ast.iter_child_nodes(node) for inner in _without_functions(child))]
 
 
-def _undefined(nodes: list[ast.AST], defined: set[str]) -> list[str]:
+def _undefined(nodes: list[ast.AST], defined: set[str]) -> list[Problem]:
     local = {node.arg for node in nodes if isinstance(node, ast.arg)} | {n.id for n in nodes if _is(n, ast.Store)}
     loads = [node for node in nodes if _is(node, ast.Load)]
-    return [f"line {node.lineno}: `{node.id}` is not defined" for node in loads if node.id not in local | defined]
+    return [Problem(node.lineno, f"`{node.id}` is not defined") for node in loads if node.id not in local | defined]
 
 
 def _is_forward(function: ast.FunctionDef) -> bool:

@@ -17,7 +17,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateSyntaxE
 from flexgen.assets import root
 from flexgen.errors import FlexError
 from flexgen.ir.architecture import Architecture
-from flexgen.render.lint import lint
+from flexgen.render.lint import Problem, lint
 from flexgen.render.marks import MARK, Mark, MarkedEnvironment, Recorder, watch
 
 ABI = 2
@@ -39,8 +39,7 @@ def render(architecture: Architecture, templates: Path | Mapping[str, str] | Non
     Raises RenderError naming template, line and spec.
     """
     sources = templates if isinstance(templates, Mapping) else read_templates(templates or root("templates"))
-    environment = _environment(tuple(sorted(sources.items())))
-    files = {name: _render_file(architecture, name, environment) for name in FILES}
+    files = {name: _render_file(architecture, name, sources) for name in FILES}
     files["manifest.json"] = manifest(architecture, files)
     return files
 
@@ -67,12 +66,14 @@ def manifest(architecture: Architecture, files: dict[str, str]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-def render_marked(architecture: Architecture, name: str) -> list[tuple[str, list[Mark]]]:
+def render_marked(
+    architecture: Architecture, name: str, templates: Mapping[str, str] | None = None
+) -> list[tuple[str, list[Mark]]]:
     """The lines of one file, each with the marks of the template lines that wrote it; none: the line before goes on.
 
     Raises RenderError.
     """
-    environment = _environment(tuple(sorted(read_templates(root("templates")).items())), MarkedEnvironment)
+    environment = _environment(templates or read_templates(root("templates")), MarkedEnvironment)
     assert isinstance(environment, MarkedEnvironment)
     environment.recorder = recorder = Recorder()
     raw = _text(watch(architecture, "", recorder), name, environment).split("\n")
@@ -80,13 +81,23 @@ def render_marked(architecture: Architecture, name: str) -> list[tuple[str, list
     return [lines[index] for index in _kept([text for text, _ in lines])]
 
 
-def _render_file(architecture: Architecture, name: str, environment: Environment) -> str:
-    lines = [line.rstrip() for line in _text(architecture, name, environment).split("\n")]
+def _render_file(architecture: Architecture, name: str, templates: Mapping[str, str]) -> str:
+    lines = [line.rstrip() for line in _text(architecture, name, _environment(templates)).split("\n")]
     text = "".join(f"{lines[index]}\n" for index in _kept(lines))
     problems = lint(text)
     if problems:
-        raise RenderError(f"generated/{architecture.name}/{name} is wrong:\n" + "\n".join(problems))
+        marked = render_marked(architecture, name, templates)
+        raise RenderError("\n".join(_wrong(problem, marked, architecture, name) for problem in problems))
     return text
+
+
+def _wrong(problem: Problem, marked: list[tuple[str, list[Mark]]], architecture: Architecture, name: str) -> str:
+    """A problem of a generated line, at the template line that wrote it; of a filter that wrote several, at its first."""
+    above = marked[: problem.line]  # what is never closed is missed one line after the last
+    marks = next((marks for _, marks in reversed(above) if marks), [])
+    where = f"templates/{marks[-1].template}:{marks[-1].line}" if marks else f"templates/{name}.j2"
+    made = f"generated/{architecture.name}/{name}:{len(above)}: {above[-1][0].strip()}" if above else "it writes nothing"
+    return f"{where}: {problem.message} (rendering {architecture.source})\n  {made}"
 
 
 def _text(architecture: Architecture, name: str, environment: Environment) -> str:
@@ -134,15 +145,19 @@ def _template_line(error: BaseException) -> str:
 def _kept(lines: Sequence[str]) -> list[int]:
     """The lines that stay: at most two blank ones in a row, and none at the ends."""
     full = [index for index, line in enumerate(lines) if line]
-    spans = zip([full[0] - 1, *full], full)
+    spans = zip([full[0] - 1, *full], full) if full else ()
     return [index for before, index in spans for index in (*range(before + 1, index)[:2], index)]
 
 
 # ---------------------------------------------------------------- filters
 
 
+def _environment(templates: Mapping[str, str], kind: type[Environment] = Environment) -> Environment:
+    return _cached_environment(tuple(sorted(templates.items())), kind)
+
+
 @lru_cache(maxsize=4)
-def _environment(sources: tuple[tuple[str, str], ...], kind: type[Environment] = Environment) -> Environment:
+def _cached_environment(sources: tuple[tuple[str, str], ...], kind: type[Environment]) -> Environment:
     """Keyed by the templates' texts, so that one which changed is never taken for what it was."""
     texts = dict(sources)
     environment = kind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -231,6 +232,30 @@ def test_a_template_error_names_template_line_spec_and_variable(mistake):
     text = str(raised.value)
     assert text.startswith(f"templates/{name}:{line}: ") and text.endswith("(rendering specs/llama.yaml)")
     assert message in text and "jinja" not in text.lower()
+
+
+BROKEN = {
+    "syntax": ("up_TI, {{ m.down }}", "up_TI, {{ m.down }}]", "closing parenthesis ']' does not match opening parenthesis '('"),
+    "undefined": ("project(x_RD, {{ arch.head.weight }})", "project(x_RD, weight)", "`weight` is not defined"),
+    "unused": ("import torch\n", "import torch, json\n", "import `json` is unused"),
+    "branch": ("    return {{ step.value(kind.result) | trim }}", "    return x_TD or x_TD", "a forward branches"),
+    "unclosed": ("HEAD = ", "HEAD = (", "'(' was never closed"),
+}
+
+
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_a_template_that_writes_bad_python_is_named_with_its_line(mistake):
+    good, bad, message = BROKEN[mistake]
+    templates = rendering.read_templates(root("templates"))
+    line = templates["walker.py.j2"][: templates["walker.py.j2"].index(good)].count("\n") + 1
+    templates["walker.py.j2"] = templates["walker.py.j2"].replace(good, bad, 1)
+    architecture = check(root("specs") / "llama.yaml").architecture
+    with pytest.raises(rendering.RenderError) as raised:
+        rendering.render(architecture, templates)
+    first, made = str(raised.value).split("\n")[:2]
+    assert first.startswith(f"templates/walker.py.j2:{line}: {message}"), first
+    assert first.endswith("(rendering specs/llama.yaml)")
+    assert re.match(r"  generated/llama/walker.py:[0-9]+: ", made)
 
 
 def test_a_template_error_ends_a_build_before_it_writes(project):

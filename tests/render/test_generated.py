@@ -58,17 +58,18 @@ def test_ruff_finds_nothing_wrong():
 @pytest.mark.parametrize("head", ["def mlp(w: Layer, x_TD, dims)", "def forward(self, x_TD, dims)"])
 def test_a_forward_that_branches_is_refused(head, branch):
     text = f"from flexgen.runtime.abi import Layer\n\n\n{head}:\n    {branch}\n    return x_TD\n"
-    assert any("a forward branches" in problem for problem in lint(text))
-    assert not any("branches" in problem for problem in lint(text.replace("w: Layer", "d: Dims").replace("forward", "state")))
+    assert any("a forward branches" in problem.message for problem in lint(text))
+    elsewhere = text.replace("w: Layer", "d: Dims").replace("forward", "state")
+    assert not any("branches" in problem.message for problem in lint(elsewhere))
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("import math\n", "import `math` is unused"),
-        ("def f():\n    return g()\n", "line 2: `g` is not defined"),
-        ("def f():\n    x = 1\n    return x\n\n\ndef g():\n    return x\n", "line 7: `x` is not defined"),
-        ("def f(:\n", "line 1: invalid syntax"),
+        ("import math\n", (1, "import `math` is unused")),
+        ("def f():\n    return g()\n", (2, "`g` is not defined")),
+        ("def f():\n    x = 1\n    return x\n\n\ndef g():\n    return x\n", (7, "`x` is not defined")),
+        ("def f(:\n", (1, "invalid syntax")),
     ],
 )
 def test_what_a_broken_module_is_refused_for(text, problem):
