@@ -10,7 +10,7 @@ from tiny import SPECS, dump, prompt, saved, tiny_config
 from torch._dynamo.utils import counters
 
 from flexgen import LLM, SamplingParams
-from flexgen.runtime import regional, runner
+from flexgen.runtime import moe, regional, runner
 from flexgen.runtime.regional import compile_layers
 
 LENGTHS = (1, 40, 2, 17, 1, 33)
@@ -30,7 +30,7 @@ def fresh(monkeypatch):
 
 def engine(folder, **options):
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 8, "num_gpu_blocks_override": 40}
-    return LLM(str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **sizes, **options)
+    return LLM(str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **sizes | options)
 
 
 def compiled(folder, **options):
@@ -66,6 +66,22 @@ def test_compiled_layers_are_few_and_give_the_same_tokens_for_steps_of_every_siz
     assert [answers(llm, [ids])[0] for ids in prompts] == expected
     llm.llm_engine.scheduler.max_num_batched_tokens = 7
     assert answers(llm, prompts) == expected
+    assert graphs() == taken
+
+
+@pytest.mark.parametrize("spec", ("gpt_oss", "qwen3_moe"))
+def test_experts_that_change_with_the_number_of_tokens_take_few_variants(spec, monkeypatch):
+    """As on a GPU: other code for steps of many tokens, which a start compiles too."""
+    few = lambda x_TD, weights: x_TD.shape[0] <= moe.ROUTED_TOKENS
+    other = lambda *call: moe.loop(*call).clone()
+    monkeypatch.setattr(moe, "BACKENDS", ((few, moe.loop), (lambda x_TD, weights: True, other)))
+    folder, prompts = saved(spec)[1], [prompt(length, seed=length) for length in (60, 1, 61, 59, 50, 58, 3)]
+    sizes = {"max_num_seqs": 7, "num_gpu_blocks_override": 70, "max_model_len": 70}
+    expected = answers(engine(folder, **sizes), prompts)
+    llm, taken = compiled(folder, **sizes)
+    assert taken <= 3 * len(set(llm.model.dims.kinds))
+    assert sum(map(len, prompts)) > moe.ROUTED_TOKENS and answers(llm, prompts) == expected
+    assert answers(llm, prompts[:3]) == expected[:3] and answers(llm, prompts[1:2]) == expected[1:2]
     assert graphs() == taken
 
 
