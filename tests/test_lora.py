@@ -197,3 +197,12 @@ def test_a_module_of_one_expert_that_does_not_fit_is_named():
     assert merge({"e.2.up": [update, update], "e.3.up": [update]}) == 2
     with pytest.raises(AdapterError, match=r"update of e\.3\.gate has shape \(2, 5\), and the weight has \(3, 5\)"):
         merge({"e.3.gate": [LowRank(torch.ones(2, 5), torch.ones(2, 2), 1.0)]})
+
+
+def test_matrices_that_do_not_belong_together_are_refused_by_their_shapes():
+    with pytest.raises(AdapterError, match=r"A has shape \(2, 5\) and its B \(4, 3\)"):
+        LowRank(torch.ones(2, 5), torch.ones(4, 3), 1.0)
+    with pytest.raises(AdapterError, match=r"A has shape \(7, 6\) and its B \(4, 7\): .* a multiple of the 5 experts"):
+        ExpertLowRank(torch.ones(7, 6), torch.ones(4, 7), 1.0, 5)
+    with pytest.raises(AdapterError, match=r"both are matrices"):
+        LowRank(torch.ones(2, 5, 1), torch.ones(4, 2), 1.0)

@@ -26,6 +26,9 @@ class LowRank:
     b: Tensor
     scale: float
 
+    def __post_init__(self) -> None:
+        _check_rank(self.a, self.b)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I)."""
@@ -45,6 +48,9 @@ class ExpertLowRank:
     b: Tensor
     scale: float
     experts: int
+
+    def __post_init__(self) -> None:
+        _check_rank(self.a, self.b, self.experts)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -128,6 +134,14 @@ def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank]], 
         b = torch.stack([update.scale * update.b.float() for _, update in same])
         experts = torch.tensor([expert for expert, _ in same], device=target_EOI.device)
         target_EOI.index_add_(0, experts, b @ a)
+
+
+def _check_rank(a: Tensor, b: Tensor, experts: int = 1) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or a.shape[0] % experts:
+        raise AdapterError(
+            f"an adapter's A has shape {tuple(a.shape)} and its B {tuple(b.shape)}: both are matrices, and A has as many rows "
+            "as B has columns" + (f", a multiple of the {experts} experts" if experts > 1 else "")
+        )
 
 
 def _check_fits(update: LowRank | ExpertLowRank, wanted: Sequence[int], module: str) -> None:
