@@ -15,7 +15,7 @@ from flexgen import LLM, SamplingParams
 from flexgen.runtime.model import Model
 from flexgen.verify.harness import Harness
 from flexgen.verify.reference import recorded
-from tests.runtime.test_graphs import HostGraphs
+from tests.runtime.test_graphs import host_graphs
 
 SPECS = pytest.mark.parametrize("spec", ("qwen3_5", "qwen3_5_moe"))
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -94,8 +94,8 @@ def test_nan_in_pad_and_free_slots_and_pages_changes_nothing(spec, captured):
     alone, llm = expected(spec), engine(spec, max_num_seqs=3, max_num_batched_tokens=24)
     engine_, (pool,) = llm.llm_engine, llm.llm_engine.tables.pools
     runner = engine_.runner
-    parts = (runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors)
-    runner.graphs = HostGraphs(*parts, [8], runner.device) if captured else None
+    if captured:
+        host_graphs(runner, [8])
     groups = [engine_.add(str(i), tokens, GREEDY) for i, tokens in enumerate(PROMPTS)]
     paged = [pages for layer in llm.model.layers for pages in (getattr(layer, "k_pages", None), getattr(layer, "v_pages", None))]
     while engine_.unfinished:

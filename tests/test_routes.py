@@ -9,7 +9,7 @@ from tiny import prompt, saved
 
 from flexgen import LLM, SamplingParams
 from flexgen.runtime.regional import compile_layers, mark_sizes
-from tests.runtime.test_graphs import HostGraphs
+from tests.runtime.test_graphs import host_graphs
 
 SPECS = ("qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe")
 LENGTHS = (30, 17, 25, 1)
@@ -41,8 +41,8 @@ def capture(llm, sizes):
     """Decode in graphs, which on a host hold the code itself, over layers compiled as for a device."""
     compile_layers(llm.model, "aot_eager")
     runner = llm.llm_engine.runner
-    parts = (runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors)
-    runner.graphs, runner._mark = HostGraphs(*parts, sizes, runner.device), mark_sizes
+    host_graphs(runner, sizes)
+    runner._mark = mark_sizes
 
 
 @pytest.mark.parametrize("spec, captured", [*((spec, False) for spec in SPECS), ("gpt_oss", True), ("qwen3_moe", True)])

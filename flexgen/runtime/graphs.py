@@ -1,15 +1,15 @@
-"""Decode as two CUDA graphs a batch size: slots -> logits, and logits -> tokens that the next step reads.
+"""Steps as CUDA graphs: one that ends in logits and one that draws tokens from them, which the next step reads.
 
-A graph replays addresses. What it reads lies in tables by slot, which stay where they are; the slots themselves and the
-logits have buffers here. All graphs share one memory pool, since they run one after the other and leave nothing in it that
-is read later but the few numbers that were sampled.
+A graph replays addresses. What it reads lies in tables by slot, which stay where they are; the slots themselves, the
+numbers of a step with prompts, and the logits have buffers here. All graphs share one memory pool, since they run one
+after the other and leave nothing in it that is read later but the few numbers that were sampled.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexgen.runtime.abi import PAD_SLOT
 from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.packed import Packed, Piece, Shape, numbers
 from flexgen.runtime.sampler import Features, Sampled
 from flexgen.runtime.transfer import upload
 
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 
 _STEPS = ((4, 1), (8, 2), (16, 4), (64, 8), (128, 16), (256, 32), (512, 64))
 """(up to, in steps of): a padding row costs a share of its batch, and in a MoE model experts of its own."""
+
+_PACKED_ROWS = (4, 8, 16, 32, 64, 128, 256)
+_TOKENS_OF_ROW = 4
+"""Steps with prompts are captured up to the size from which the device, not the host, sets their pace."""
 
 
 def ladder(most: int) -> list[int]:
@@ -36,6 +41,15 @@ def ladder(most: int) -> list[int]:
     return sizes
 
 
+def packed_shapes(most_tokens: int, block_size: int) -> list[Shape]:
+    """Shapes of steps with prompts to capture, ascending.
+
+    Padding rows write to one page: only tokens that fit into it may share a row when a capture is checked.
+    """
+    shapes = [Shape(_TOKENS_OF_ROW * rows, rows) for rows in _PACKED_ROWS]
+    return [shape for shape in shapes if shape.tokens <= most_tokens and block_size >= _TOKENS_OF_ROW]
+
+
 @dataclass
 class Captured:
     """A graph, and the tensors that its replay writes."""
@@ -45,99 +59,169 @@ class Captured:
 
 
 @dataclass
-class Graphs:
-    """The captured decode steps of one engine.
+class Steps:
+    """What an engine's steps are made of.
 
-    forward  (slots_R,) -> logits (R, V): embedding, layers, head, for the slots' last tokens
-    draw     (logits_RV, slots_R, features) -> Sampled
-    reset    brings the pad slot back to its first state
-    reads    the tensors that the graphs read, by name
-    sizes    the ladder, ascending
-    failures  what could not be captured and runs without a graph, with the reason
+    decode  (slots_R,) -> logits (R, V) after the last token of each slot
+    packed  Packed -> logits (R, V) after its last tokens
+    draw    (logits_RV, slots_R, features) -> Sampled
+    keep    (slots_R,) -> a function that puts their recurrent state back to what it is now
+    reads   all tensors that these read at fixed addresses, by name
     """
 
-    forward: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    packed: Callable[[Packed], Tensor]
     draw: Callable[[Tensor, Tensor, Features], Sampled]
-    reset: Callable[[], None]
+    keep: Callable[[Tensor], Callable[[], None]]
     reads: Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+@dataclass
+class Graphs:
+    """The captured steps of one engine.
+
+    sizes, shapes  of decode steps and of steps with prompts, ascending
+    logits_SV      where every forward pass leaves its logits; as many rows as the largest size
+    longest        most tokens of one request
+    failures       what could not be captured and runs without a graph, with the reason
+    """
+
+    steps: Steps
     sizes: Sequence[int]
-    device: torch.device
+    shapes: Sequence[Shape]
+    logits_SV: Tensor
+    longest: int
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.device = self.logits_SV.device
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._slots_S = torch.zeros(self.sizes[-1], dtype=torch.int64, device=self.device)
+        most = max((shape.numbers for shape in self.shapes), default=0)
+        self._numbers = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._batch: tuple[int, ...] = ()
-        self._logits_SV: Tensor | None = None
-        self._forwards: dict[int, Captured | None] = {}
+        self._forwards: dict[Hashable, Captured | None] = {}
         self._draws: dict[tuple[int, Features], Captured | None] = {}
         self._addresses: dict[str, int] = {}
 
-    def step(self, slots: Sequence[int], features: Features) -> Sampled:
-        """One decode step of the requests in `slots`: the rows of the result, and padding rows after them."""
-        size = self.sizes[bisect_left(self.sizes, len(slots))]
-        self.capture(size, features)
-        self._place((*slots, *[PAD_SLOT] * (size - len(slots))))
-        return self._replay(size, features)
+    def capture_all(self, features: Sequence[Features]) -> None:
+        """Capture every size and shape, largest first, with the draws of `features`. No request may be running."""
+        for size in reversed(self.sizes):
+            slots = range(1, size + 1)
+            for each in features:
+                self._capture_draw(size, each)
+            self._place(slots)
+            self._decode(size, slots)
+        for shape in reversed(self.shapes):
+            slots = [1 + row % self.sizes[-1] for row in range(shape.rows)]
+            self._pack([Piece(slot, 0, (0,) * _TOKENS_OF_ROW) for slot in slots], ())
+            self._packed(shape, slots, min(shape.rows, self.sizes[-1]))
 
-    def capture(self, size: int, features: Features) -> None:
-        """Capture whatever of this batch size is not yet there. Only the pad slot and the pad page are written."""
-        if size not in self._forwards:
-            self._place((PAD_SLOT,) * size)
-            self._forwards[size] = self._capture_forward(size)
-        if (size, features) not in self._draws:
-            self._place((PAD_SLOT,) * size)
-            self._draws[size, features] = self._capture_draw(size, features)
+    def decode_step(self, slots: Sequence[int], features: Features) -> Sampled:
+        """One token for each of `slots`: the first rows of the result; padding rows follow."""
+        size = self._draw_size(slots, features)
+        self._place(slots)
+        self._decode(size, slots)
+        return self._draw(size, features)
+
+    def packed_step(
+        self, pieces: Sequence[Piece], last: Sequence[int], drawing: Sequence[int], features: Features
+    ) -> Sampled | None:
+        """A step with prompts, whose slots `drawing` draw after the tokens `last`; None if no shape holds the pieces."""
+        for shape in self.shapes:
+            if (filled := shape.fill(pieces, self.longest)) is not None:
+                break
+        else:
+            return None
+        size = self._draw_size(drawing, features)
+        self._pack(filled, last)
+        self._packed(shape, [piece.slot for piece in pieces], len(drawing))
+        self._place(drawing)
+        return self._draw(size, features)
 
     def check_addresses(self) -> None:
         """Raise if a tensor that a graph reads has moved since it was captured."""
-        now = {name: tensor.data_ptr() for name, tensor in self.reads()}
+        now = {name: tensor.data_ptr() for name, tensor in self.steps.reads()}
         moved = [name for name, address in self._addresses.items() if now.get(name) != address]
         if moved:
             listed = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
             raise FlexgenError(f"captured decode steps read {listed}, which moved; weights must be updated in place")
 
-    def _place(self, slots: tuple[int, ...]) -> None:
-        if slots != self._batch:
-            self._slots_S[: len(slots)] = upload(slots, self.device)
-            self._batch = slots
+    # ------------------------------------------------------------ inputs
 
-    def _replay(self, size: int, features: Features) -> Sampled:
-        slots_R = self._slots_S[:size]
-        forward, draw = self._forwards[size], self._draws[size, features]
-        if forward is None:
-            self._logits_SV[:size] = self.forward(slots_R)
-        else:
-            forward.graph.replay()
-        if draw is None:
-            return self.draw(self._logits_SV[:size], slots_R, features)
-        draw.graph.replay()
-        return draw.result
+    def _place(self, slots: Sequence[int]) -> None:
+        """The slots of a decode step or a draw, and padding up to the size that serves them."""
+        size = self.sizes[bisect_left(self.sizes, len(slots))]
+        batch = (*slots, *[PAD_SLOT] * (size - len(slots)))
+        if batch != self._batch:
+            self._slots_S[:size] = upload(batch, self.device)
+            self._batch = batch
 
-    def _capture_forward(self, size: int) -> Captured | None:
-        slots_R = self._slots_S[:size]
-        self.reset()
-        expected_RV = self.forward(slots_R)
-        if self._logits_SV is None:
-            self._logits_SV = expected_RV.new_empty((self.sizes[-1], expected_RV.shape[1]))
-        captured = self._captured(
-            f"the forward pass of {size} rows", lambda: self._logits_SV[:size].copy_(self.forward(slots_R))
+    def _pack(self, pieces: Sequence[Piece], last: Sequence[int]) -> None:
+        flat = upload(numbers(pieces, last), self.device)
+        self._numbers[: len(flat)] = flat
+
+    def _draw_size(self, slots: Sequence[int], features: Features) -> int:
+        size = self.sizes[bisect_left(self.sizes, len(slots))]
+        if (size, features) not in self._draws:
+            self._capture_draw(size, features)
+        return size
+
+    # ------------------------------------------------------------ replays
+
+    def _decode(self, size: int, slots: Sequence[int]) -> None:
+        self._forward(
+            size, f"decode of {size} rows", lambda: self.steps.decode(self._slots_S[:size]), slots, len(slots)
         )
+
+    def _packed(self, shape: Shape, slots: Sequence[int], live: int) -> None:
+        packed = Packed.of(self._numbers, shape)
+        what = f"a step of {shape.tokens} tokens in {shape.rows} rows"
+        self._forward(shape, what, lambda: self.steps.packed(packed)[: self.sizes[-1]], slots, live)
+
+    def _forward(
+        self, key: Hashable, what: str, forward: Callable[[], Tensor], slots: Sequence[int], live: int
+    ) -> None:
+        """Leave a forward pass's logits in `logits_SV`; the first `live` rows count."""
+        if key not in self._forwards:
+            self._forwards[key] = self._capture_forward(what, forward, slots, live)
+        if (captured := self._forwards[key]) is not None:
+            captured.graph.replay()
+        else:
+            self._leave(forward())
+
+    def _leave(self, logits_RV: Tensor) -> None:
+        self.logits_SV[: len(logits_RV)].copy_(logits_RV)
+
+    def _draw(self, size: int, features: Features) -> Sampled:
+        if (captured := self._draws[size, features]) is not None:
+            captured.graph.replay()
+            return captured.result
+        return self.steps.draw(self.logits_SV[:size], self._slots_S[:size], features)
+
+    # ------------------------------------------------------------ captures
+
+    def _capture_forward(
+        self, what: str, forward: Callable[[], Tensor], slots: Sequence[int], live: int
+    ) -> Captured | None:
+        """Capture, and compare a replay with the same code run directly: equal bit for bit in the rows that count."""
+        restore = self.steps.keep(upload(slots, self.device))
+        expected_RV = forward()[:live].clone()
+        restore()
+        captured = self._captured(what, lambda: self._leave(forward()))
         if captured is None:
             return None
-        self.reset()
         captured.graph.replay()
-        if not torch.equal(self._logits_SV[:size], expected_RV):
-            return self._fail(f"the forward pass of {size} rows", "its replay differs from the same code run directly")
-        return captured
+        same = torch.equal(self.logits_SV[:live], expected_RV)
+        restore()
+        return captured if same else self._fail(what, "its replay differs from the same code run directly")
 
-    def _capture_draw(self, size: int, features: Features) -> Captured | None:
-        slots_R = self._slots_S[:size]
-        self._logits_SV[:size].zero_()
-        self.draw(self._logits_SV[:size], slots_R, features)
-        return self._captured(
-            f"sampling {size} rows with {features}", lambda: self.draw(self._logits_SV[:size], slots_R, features)
-        )
+    def _capture_draw(self, size: int, features: Features) -> None:
+        self._place([PAD_SLOT] * size)
+        logits_RV, slots_R = self.logits_SV[:size].zero_(), self._slots_S[:size]
+        self.steps.draw(logits_RV, slots_R, features)
+        what = f"sampling {size} rows with {features}"
+        self._draws[size, features] = self._captured(what, lambda: self.steps.draw(logits_RV, slots_R, features))
 
     def _captured(self, what: str, run: Callable[[], Any]) -> Captured | None:
         graph = torch.cuda.CUDAGraph()
@@ -147,7 +231,7 @@ class Graphs:
                 result = run()
         except RuntimeError as error:  # an operation that cannot be captured: the step still runs, and the report says so
             return self._fail(what, str(error).splitlines()[0])
-        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.reads())
+        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.steps.reads())
         return Captured(graph, result)
 
     def _fail(self, what: str, why: str) -> None:

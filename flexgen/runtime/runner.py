@@ -8,7 +8,7 @@ uploads only what changed and reads tokens one step late.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from flexgen.runtime.abi import PAD_SLOT, PageStep, Step
 from flexgen.runtime.cache import Cache, has_recurrent_state
-from flexgen.runtime.graphs import Graphs
+from flexgen.runtime.graphs import Graphs, Steps, packed_shapes
 from flexgen.runtime.moe import ROUTED_TOKENS
+from flexgen.runtime.packed import LAST, PADDING, Packed, Piece, Shape, numbers
 from flexgen.runtime.pages import TableChange
 from flexgen.runtime.regional import compile_layers, mark_sizes, unrelated_sizes
 from flexgen.runtime.requests import Request
@@ -29,24 +30,6 @@ from flexgen.runtime.transfer import Download, upload
 
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at once for prompt_logprobs."""
-
-
-_LAST = -1
-"""In place of a token id: the last token of the slot, which the host may not know yet."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Consecutive tokens of one slot, from position `start`."""
-
-    slot: int
-    start: int
-    ids: Sequence[int]
-
-    @classmethod
-    def of(cls, row: Row) -> _Piece:
-        ids = [_LAST] if row.decodes else row.request.tokens[row.start : row.start + row.count]
-        return cls(row.request.slot, row.start, ids)
 
 
 @dataclass
@@ -86,7 +69,8 @@ class Runner:
         self, model: Any, cache: Cache, max_model_len: int, most_tokens: int, real_vocab: int, raw_logprobs: bool
     ) -> None:
         self.model, self.cache, self.device = model, cache, model.device
-        self.most_tokens, self.real_vocab, self.raw_logprobs = most_tokens, real_vocab, raw_logprobs
+        self.max_model_len, self.most_tokens = max_model_len, most_tokens
+        self.real_vocab, self.raw_logprobs = real_vocab, raw_logprobs
         rows, blocks = cache.slots + 1, -(-max_model_len // cache.block_size)
         self.last_S = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.length_S = torch.ones(rows, dtype=torch.int64, device=self.device)
@@ -106,26 +90,40 @@ class Runner:
         self._apply(plan.changes)
         drawing = [row.request for row in plan.rows if row.samples]
         flight = InFlight(drawing)
-        features = Features.of(drawing, self.model.dims.vocab)
-        if plan.decode_only and self.graphs is not None and not any(request.rules for request in drawing):
-            self._check_weights()
-            flight.values = _download(self.graphs.step([request.slot for request in drawing], features))
-            flight.routes = self._routes(plan.rows)
+        if sampled := self._replay(plan, drawing):
+            flight.values, flight.routes = _download(sampled), self._routes(plan.rows)
             return flight
         if plan.decode_only:
             slots_R = self._decode_slots(plan.rows)
             logits_RV = self.decode_logits(slots_R)
             flight.routes = self._routes(plan.rows)
         else:
-            hidden_TD, last_T = self._forward_packed(plan.rows)
+            pieces, last = _pieces(plan.rows)
+            hidden_TD = self._forward_pieces(pieces)
             flight.routes = self._routes(plan.rows)
             flight.scores = self._score_prompts(plan.rows, hidden_TD)
             if not drawing:
                 return flight
             slots_R = upload([request.slot for request in drawing], self.device)
-            logits_RV = self.model.logits(hidden_TD[last_T])
+            logits_RV = self.model.logits(hidden_TD[upload(last, self.device)])
+        features = Features.of(drawing, self.model.dims.vocab)
         flight.values = _download(self.draw(logits_RV, slots_R, features, drawing))
         return flight
+
+    def _replay(self, plan: StepPlan, drawing: Sequence[Request]) -> Sampled | None:
+        """The step by graphs, or None where it has none: host-side rules, prompt logprobs, or a shape not captured."""
+        if self.graphs is None or not drawing or any(request.rules for request in drawing):
+            return None
+        if self._weights_checked != self.model.weight_version:
+            self.graphs.check_addresses()
+            self._weights_checked = self.model.weight_version
+        features = Features.of(drawing, self.model.dims.vocab)
+        slots = [request.slot for request in drawing]
+        if plan.decode_only:
+            return self.graphs.decode_step(slots, features)
+        if any(row.request.params.prompt_logprobs is not None for row in plan.rows):
+            return None
+        return self.graphs.packed_step(*_pieces(plan.rows), slots, features)
 
     # ------------------------------------------------------------ compiled and captured
 
@@ -138,24 +136,33 @@ class Runner:
             for rows in (1, 2):
                 self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
             if self.most_tokens > ROUTED_TOKENS:
-                self._forward_pieces([_Piece(PAD_SLOT, 0, [0, 0])] * (ROUTED_TOKENS // 2 + 1))
+                self._forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))
         self._reset_pads()
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:
-        """Decode by CUDA graphs from now on: of `sizes`, all captured now, largest first, or each when it is first met."""
-        self.graphs = Graphs(self.decode_logits, self.draw, self._reset_pads, self._captured_tensors, sizes, self.device)
-        for size in reversed(sizes) if at_start else ():
-            for features in (Features(), Features(random=True)):
-                self.graphs.capture(size, features)
+        """Run by CUDA graphs from now on: decode of `sizes`, all captured now, or each when it is first met."""
+        steps = Steps(self.decode_logits, self.packed_logits, self.draw, self._keep_state, self._captured_tensors)
+        shapes = packed_shapes(self.most_tokens, self.cache.block_size)
+        dtype = self.model.head_dtype or self.model.dtype
+        logits_SV = torch.zeros((sizes[-1], self.model.dims.vocab), dtype=dtype, device=self.device)
+        self.graphs = Graphs(steps, sizes, shapes, logits_SV, self.max_model_len)
+        if at_start:
+            self.graphs.capture_all((Features(), Features(random=True)))
+
+    def _keep_state(self, slots: Tensor) -> Callable[[], None]:
+        """A function that puts the recurrent state of `slots` back to what it is now."""
+        states = [state for layers in self.cache.states.values() for layer in layers for state in layer]
+        kept = [state[slots] for state in states]
+
+        def restore() -> None:
+            for state, copy in zip(states, kept):
+                state[slots] = copy
+
+        return restore
 
     def _reset_pads(self) -> None:
         self.cache.clear_state(torch.full((1,), PAD_SLOT, device=self.device))
-
-    def _check_weights(self) -> None:
-        if self._weights_checked != self.model.weight_version:
-            self.graphs.check_addresses()
-            self._weights_checked = self.model.weight_version
 
     def _captured_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What decode reads at fixed addresses: weights, pages, state, rotary tables, and the tables by slot."""
@@ -192,35 +199,24 @@ class Runner:
         self.length_S[slots_R] = torch.where(live_R, lengths_R + 1, 1)
         return sampled
 
-    def _forward_packed(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Hidden states (T, D) of a step with prompt tokens, and the index of the last token of each row that draws."""
-        pieces = [_Piece.of(row) for row in rows]
-        ends = accumulate(row.count for row in rows)
-        last = [end - 1 for row, end in zip(rows, ends) if row.samples]
-        return self._forward_pieces(pieces), upload(last, self.device)
+    def packed_logits(self, packed: Packed) -> Tensor:
+        """Logits (R, V) after the last tokens of a step with prompts."""
+        return self.model.logits(self.packed_hidden(packed)[packed.last_R])
 
-    def _forward_pieces(self, pieces: Sequence[_Piece]) -> Tensor:
+    def packed_hidden(self, packed: Packed) -> Tensor:
+        """Hidden states (T, D) of a step with prompts; writes its K/V and state."""
+        slots_R, rows_T = packed.slots_R.clone(), packed.rows_T.int()
+        ids_T = torch.where(packed.ids_T == LAST, self.last_S[slots_R][rows_T], packed.ids_T)
+        starts_R, lengths_R = packed.starts_R.int(), packed.lengths_R.int()
+        return self.model.forward(ids_T, self._step(slots_R, packed.positions_T.clone(), rows_T, starts_R, lengths_R))
+
+    def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
         """Hidden states of the pieces' tokens. A padding piece comes last: sizes of 1 are special to the compiler."""
-        pieces = [*pieces, _Piece(PAD_SLOT, 0, [0])]
-        counts = [len(piece.ids) for piece in pieces]
-        ids = [token for piece in pieces for token in piece.ids]
-        positions = [piece.start + offset for piece in pieces for offset in range(len(piece.ids))]
-        rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        ids_T, positions_T, rows_T = upload([ids, positions, rows], self.device).unbind(0)
-        slots_R = upload([piece.slot for piece in pieces], self.device)
-        ids_T = torch.where(ids_T == _LAST, self.last_S[slots_R][rows_T], ids_T)
-        starts_R = upload([0, *accumulate(counts)], self.device, torch.int32)
-        lengths_R = upload([piece.start + count for piece, count in zip(pieces, counts)], self.device, torch.int32)
-        step = self._step(slots_R, positions_T, rows_T.int(), starts_R, lengths_R)
-        return self.model.forward(ids_T, step)
+        pieces = [*pieces, PADDING]
+        return self.packed_hidden(Packed.of(upload(numbers(pieces, ()), self.device), Shape.of(pieces)))
 
     def _step(
-        self,
-        slots_R: Tensor,
-        positions_T: Tensor,
-        rows_T: Tensor,
-        starts_R: Tensor,
-        lengths_R: Tensor,
+        self, slots_R: Tensor, positions_T: Tensor, rows_T: Tensor, starts_R: Tensor, lengths_R: Tensor
     ) -> Step:
         size, pages = self.cache.block_size, {}
         for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
@@ -284,6 +280,16 @@ class Runner:
             if entries:
                 slots, blocks, pages = upload(entries, self.device).unbind(1)
                 blocks_SB[slots, blocks] = pages.int()
+
+
+def _pieces(rows: Sequence[Row]) -> tuple[list[Piece], list[int]]:
+    """The tokens of a step's rows, and which of them are the last ones of the rows that draw."""
+    pieces = []
+    for row in rows:
+        ids = (LAST,) if row.decodes else row.request.tokens[row.start : row.start + row.count]
+        pieces.append(Piece(row.request.slot, row.start, ids))
+    ends = accumulate(row.count for row in rows)
+    return pieces, [end - 1 for row, end in zip(rows, ends) if row.samples]
 
 
 def _last_stage(device: torch.device) -> Finish:

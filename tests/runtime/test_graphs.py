@@ -2,22 +2,27 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from flexgen.runtime import runner as runner_module
 from flexgen.runtime.errors import FlexgenError
-from flexgen.runtime.graphs import Captured, Graphs, ladder
+from flexgen.runtime.graphs import Captured, Graphs, ladder, packed_shapes
+from flexgen.runtime.packed import Packed, Piece, Shape, numbers
 from flexgen.runtime.params import SamplingParams
 from tests.runtime.test_engine import engine, run
 from tests.runtime.toy import Toy
 
 
 class Rerun:
-    def __init__(self, work):
-        self.work, self.result, self.replays = work, work(), 0
+    """Stands for a graph: a replay runs the code again, into the tensors of the first result."""
+
+    def __init__(self, work, result):
+        self.work, self.result = work, result
 
     def replay(self):
-        self.replays += 1
         fresh = self.work()
-        if not isinstance(fresh, torch.Tensor):
+        if fresh is not None:
             self.result.__dict__.update(fresh.__dict__)
 
 
@@ -25,17 +30,21 @@ class HostGraphs(Graphs):
     """Captures nothing: everything but the capture itself is the real thing."""
 
     def _captured(self, what, run):
-        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.reads())
-        graph = Rerun(run)
-        return Captured(graph, graph.result)
+        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.steps.reads())
+        result = run() if what.startswith("sampling") else None  # a capture runs nothing, but its result has to exist
+        return Captured(Rerun(run, result), result)
 
 
-def with_graphs(toy, sizes, **options):
+def host_graphs(runner, sizes, kind=HostGraphs, at_start=False):
+    """Let `runner` run by graphs that a host can replay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "Graphs", kind)
+        runner.capture(sizes, at_start)
+
+
+def with_graphs(toy, sizes, at_start=False, **options):
     llm = engine(toy, **options)
-    runner = llm.llm_engine.runner
-    runner.graphs = HostGraphs(
-        runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors, sizes, toy.device
-    )
+    host_graphs(llm.llm_engine.runner, sizes, at_start=at_start)
     return llm
 
 
@@ -76,6 +85,38 @@ def test_features_that_come_late_get_graphs_of_their_own():
         assert [o.outputs[0].token_ids for o in mine] == [o.outputs[0].token_ids for o in theirs]
 
 
+@pytest.mark.parametrize("at_start", [False, True])
+@pytest.mark.parametrize("lengths", [(2,), (3, 1), (12, 1, 5), (7, 7, 7, 7), (40, 2), (60, 1, 1)])
+def test_steps_with_prompts_replay_too(lengths, at_start):
+    toy = Toy(kinds=("full", "sliding", "recurrent"))
+    prompts = [[(3 * row + place) % 61 for place in range(length)] for row, length in enumerate(lengths)]
+    params = [SamplingParams(seed=row, temperature=row % 2, max_tokens=2 + row, ignore_eos=True) for row in range(len(prompts))]
+    expected = [output.outputs[0].token_ids for output in run(engine(toy), prompts, params)]
+    llm = with_graphs(toy, [1, 2, 4], at_start)
+    toy.layers[2].memory[0] = float("nan")
+    assert [output.outputs[0].token_ids for output in run(llm, prompts, params)] == expected
+    graphs = llm.llm_engine.runner.graphs
+    assert graphs.failures == []
+    if not at_start:
+        assert any(isinstance(key, Shape) for key in graphs._forwards) == (sum(lengths) < 61)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 64))
+def test_a_shape_is_filled_exactly_or_not_at_all(counts, longest):
+    pieces = [Piece(row + 1, 5, (7,) * count) for row, count in enumerate(counts)]
+    for shape in packed_shapes(512, 16):
+        filled = shape.fill(pieces, longest)
+        if filled is not None:
+            assert filled[: len(pieces)] == pieces and Shape.of(filled) == shape
+            assert all(piece.slot == 0 and 1 <= len(piece.ids) <= longest for piece in filled[len(pieces) :])
+            flat = torch.tensor(numbers(filled, (0,)))
+            assert len(flat) == shape.numbers
+            packed = Packed.of(flat, shape)
+            assert packed.starts_R.diff().tolist() == [len(piece.ids) for piece in filled]
+            assert packed.lengths_R[: len(pieces)].tolist() == [5 + count for count in counts]
+            assert packed.rows_T.bincount().tolist() == packed.starts_R.diff().tolist()
+
+
 def test_a_weight_that_moved_is_named():
     toy = Toy()
     llm = with_graphs(toy, [1, 2])
@@ -93,8 +134,8 @@ class Uncapturable(HostGraphs):
         if what.startswith("sampling 4 rows"):
             return self._fail(what, "operation not permitted when stream is capturing")
         captured = super()._captured(what, run)
-        if what == "the forward pass of 2 rows":
-            captured.graph.replay = lambda: captured.result.fill_(7.0)
+        if what == "decode of 2 rows":
+            captured.graph.replay = lambda: self.logits_SV.fill_(7.0)
         return captured
 
 
@@ -103,8 +144,7 @@ def test_what_has_no_graph_still_runs_and_the_report_lists_it():
     llm, plain = engine(toy), engine(toy)
     runner = llm.llm_engine.runner
     assert "decode: without graphs" in llm.report().splitlines()
-    parts = (runner.decode_logits, runner.draw, runner._reset_pads, runner._captured_tensors)
-    runner.graphs = Uncapturable(*parts, [1, 2, 4], toy.device)
+    host_graphs(runner, [1, 2, 4], Uncapturable)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for batch in ([[1, 2]], [[1, 2], [3]], [[1, 2], [3], [4, 5, 6]]):
         mine, theirs = (run(each, batch, params) for each in (llm, plain))
@@ -113,6 +153,6 @@ def test_what_has_no_graph_still_runs_and_the_report_lists_it():
     assert start == "start-up: load 0.0 s, compile 0.0 s, capture 0.0 s"
     assert decode == "decode: graphs of 1, 2, 4 rows"
     assert forward == (
-        "the forward pass of 2 rows runs without a graph: its replay differs from the same code run directly"
+        "decode of 2 rows runs without a graph: its replay differs from the same code run directly"
     )
     assert sampling.startswith("sampling 4 rows with Features(") and sampling.endswith("when stream is capturing")

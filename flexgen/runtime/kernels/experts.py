@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels.gemv import dot_rows, rows_of_program
+from flexgen.runtime.kernels import gemv
 from flexgen.runtime.kernels.launch import processors
 
 _BLOCK_K = 128
@@ -177,18 +177,27 @@ def _gate_up_one_kernel(  # noqa: ANN202
     x, weight, bias, hidden, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
     WIDTH: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`_gate_up_kernel` for one token and weights with contiguous rows: products without a tile of idle rows."""
     route = tl.program_id(1)
     expert = tl.load(experts + route).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = n < INNER
     first = 2 * n if INTERLEAVED else n
     second = 2 * n + 1 if INTERLEAVED else n + INNER
     weight += expert * weight_e
-    gate = dot_rows(x, weight, first, live, weight_out, WIDTH, BLOCK_N, BLOCK_K)
-    up = dot_rows(x, weight, second, live, weight_out, WIDTH, BLOCK_N, BLOCK_K)
+    gates = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
+    ups = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
+    for at in tl.static_range(0, WIDTH, BLOCK_D):
+        d = at + tl.arange(0, BLOCK_D)
+        mask = live[:, None] & (d < WIDTH)[None, :]
+        gate_od = tl.load(weight + first[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
+        up_od = tl.load(weight + second[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
+        x_d = tl.load(x + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
+        gates += gate_od.to(tl.float32) * x_d
+        ups += up_od.to(tl.float32) * x_d
+    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
     if BIAS:
         bias += expert * bias_e
         gate += tl.load(bias + first, mask=live, other=0.0).to(tl.float32)
@@ -203,14 +212,21 @@ def _gate_up_one_kernel(  # noqa: ANN202
 @triton.jit
 def _down_one_kernel(  # noqa: ANN202
     hidden, weight, bias, scale, out, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
-    WIDTH: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`_down_kernel` for one token and weights with contiguous rows."""
     route = tl.program_id(1)
     expert = tl.load(experts + route).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = n < WIDTH
-    y_n = dot_rows(hidden + route * INNER, weight + expert * weight_e, n, live, weight_out, INNER, BLOCK_N, BLOCK_K)
+    weight += expert * weight_e
+    sums = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
+    for at in tl.static_range(0, INNER, BLOCK_D):
+        d = at + tl.arange(0, BLOCK_D)
+        mask = live[:, None] & (d < INNER)[None, :]
+        w_od = tl.load(weight + n[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
+        sums += w_od.to(tl.float32) * tl.load(hidden + route * INNER + d, mask=d < INNER, other=0.0).to(tl.float32)[None, :]
+    y_n = tl.sum(sums, 1)
     if BIAS:
         y_n += tl.load(bias + expert * bias_e + n, mask=live, other=0.0).to(tl.float32)
     tl.store(out + route * WIDTH + n, y_n * tl.load(scale + route).to(tl.float32), mask=live)
@@ -311,19 +327,17 @@ def _one_token(
     choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
     hidden = x_1D.new_empty((choices, inner))
     out = x_1D.new_empty((1, choices, width), dtype=torch.float32)
-    block = rows_of_program(choices * inner, device)
-    _gate_up_one_kernel[(triton.cdiv(inner, block), choices)](
+    sizes = gemv.blocks(choices * inner, width, device, tile=4096)
+    _gate_up_one_kernel[(triton.cdiv(inner, sizes["BLOCK_O"]), choices)](
         x_1D, gate_up, x_1D if gate_up_bias is None else gate_up_bias, hidden, experts_1K,
         *gate_up.stride()[:2], 0 if gate_up_bias is None else gate_up_bias.stride(0),
-        WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate,
-        BLOCK_N=block, BLOCK_K=min(1024, triton.next_power_of_2(width)), num_warps=4,
+        WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate, **sizes, num_warps=4,
     )  # fmt: skip
-    block = rows_of_program(choices * width, device)
-    _down_one_kernel[(triton.cdiv(width, block), choices)](
+    sizes = gemv.blocks(choices * width, inner, device)
+    _down_one_kernel[(triton.cdiv(width, sizes["BLOCK_O"]), choices)](
         hidden, down, x_1D if down_bias is None else down_bias, weights_1K, out, experts_1K,
         *down.stride()[:2], 0 if down_bias is None else down_bias.stride(0),
-        WIDTH=width, INNER=inner, BIAS=down_bias is not None,
-        BLOCK_N=block, BLOCK_K=min(1024, triton.next_power_of_2(inner)), num_warps=4,
+        WIDTH=width, INNER=inner, BIAS=down_bias is not None, **sizes, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -15,20 +15,8 @@ from torch import Tensor
 
 from flexgen.runtime.kernels.launch import processors
 
-_BLOCK_D = 1024
-
-
-@triton.jit
-def dot_rows(x, weight, rows, live, row_stride, WIDTH: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr):  # noqa: ANN001, ANN202
-    """fp32 products of `rows` of a weight, (BLOCK_O,), with the vector x of WIDTH."""
-    sums = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
-    for at in range(0, WIDTH, BLOCK_D):
-        d = at + tl.arange(0, BLOCK_D)
-        mask = live[:, None] & (d < WIDTH)[None, :]
-        w_od = tl.load(weight + rows[:, None] * row_stride + d[None, :], mask=mask, other=0.0)
-        x_d = tl.load(x + d, mask=d < WIDTH, other=0.0)
-        sums += w_od.to(tl.float32) * x_d.to(tl.float32)[None, :]
-    return tl.sum(sums, 1)
+_TILE = 8192
+"""Weights a program holds at once: all its loads are under way together, with nothing to wait for between them."""
 
 
 @triton.jit
@@ -38,15 +26,23 @@ def _gemv_kernel(  # noqa: ANN202
 ):  # fmt: skip
     rows = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
     live = rows < features
-    y = dot_rows(x, weight, rows, live, row_stride, WIDTH, BLOCK_O, BLOCK_D)
+    sums = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
+    for at in tl.static_range(0, WIDTH, BLOCK_D):
+        d = at + tl.arange(0, BLOCK_D)
+        mask = live[:, None] & (d < WIDTH)[None, :]
+        w_od = tl.load(weight + rows[:, None] * row_stride + d[None, :], mask=mask, other=0.0)
+        sums += w_od.to(tl.float32) * tl.load(x + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
+    y = tl.sum(sums, 1)
     if BIAS:
         y += tl.load(bias + rows, mask=live, other=0.0).to(tl.float32)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=live)
 
 
-def rows_of_program(rows: int, device: torch.device) -> int:
-    """Weight rows a program takes: few enough that four programs a multiprocessor have work, 16 at most."""
-    return max(1, min(16, triton.next_power_of_2(rows // (4 * processors(device)) + 1) // 2))
+def blocks(rows: int, width: int, device: torch.device, tile: int = _TILE) -> dict[str, int]:
+    """BLOCK_O weight rows and BLOCK_D features of a program: a tile, or less where two a multiprocessor need work."""
+    block_d = min(tile, triton.next_power_of_2(width))
+    enough = triton.next_power_of_2(rows // (2 * processors(device)) + 1) // 2
+    return {"BLOCK_O": max(1, min(tile // block_d, enough)), "BLOCK_D": block_d}
 
 
 def linear(x_1D: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -54,10 +50,9 @@ def linear(x_1D: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     features, width = weight_OD.shape
     assert x_1D.shape[0] == 1 and x_1D.stride(1) == 1 and weight_OD.stride(1) == 1
     out = x_1D.new_empty((1, features))
-    block = rows_of_program(features, x_1D.device)
-    _gemv_kernel[(triton.cdiv(features, block),)](
+    sizes = blocks(features, width, x_1D.device)
+    _gemv_kernel[(triton.cdiv(features, sizes["BLOCK_O"]),)](
         x_1D, weight_OD, weight_OD if bias_O is None else bias_O, out, features, weight_OD.stride(0),
-        WIDTH=width, BIAS=bias_O is not None, BLOCK_O=block, BLOCK_D=min(_BLOCK_D, triton.next_power_of_2(width)),
-        num_warps=4,
+        WIDTH=width, BIAS=bias_O is not None, **sizes, num_warps=4,
     )  # fmt: skip
     return out
