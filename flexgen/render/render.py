@@ -92,10 +92,10 @@ def _render_file(architecture: Architecture, name: str, templates: Mapping[str, 
 
 
 def _wrong(problem: Problem, marked: list[tuple[str, list[Mark]]], architecture: Architecture, name: str) -> str:
-    """A problem of a generated line, at the template line that wrote it; of a filter that wrote several, at its first."""
+    """A problem of a generated line, at the template lines that wrote it, outermost first."""
     above = marked[: problem.line]  # what is never closed is missed one line after the last
     marks = next((marks for _, marks in reversed(above) if marks), [])
-    where = f"templates/{marks[-1].template}:{marks[-1].line}" if marks else f"templates/{name}.j2"
+    where = ", ".join(dict.fromkeys(f"templates/{mark.template}:{mark.line}" for mark in marks)) or f"templates/{name}.j2"
     made = f"generated/{architecture.name}/{name}:{len(above)}: {above[-1][0].strip()}" if above else "it writes nothing"
     return f"{where}: {problem.message} (rendering {architecture.source})\n  {made}"
 

@@ -235,9 +235,9 @@ def test_a_template_error_names_template_line_spec_and_variable(mistake):
 
 
 BROKEN = {
-    "syntax": ("up_TI, {{ m.down }}", "up_TI, {{ m.down }}]", "closing parenthesis ']' does not match opening parenthesis '('"),
-    "undefined": ("project(x_RD, {{ arch.head.weight }})", "project(x_RD, weight)", "`weight` is not defined"),
-    "unused": ("import torch\n", "import torch, json\n", "import `json` is unused"),
+    "syntax": ("return project({{ step", "return project[({{ step", "'[' was never closed"),
+    "undefined": ("return project(x_RD, {{ arch.head.weight }})", "return project(x_RD, weight)", "`weight` is not defined"),
+    "unused": ("import Callable\n", "import Callable, Iterable\n", "import `Iterable` is unused"),
     "branch": ("    return {{ step.value(kind.result) | trim }}", "    return x_TD or x_TD", "a forward branches"),
     "unclosed": ("HEAD = ", "HEAD = (", "'(' was never closed"),
 }
@@ -253,8 +253,8 @@ def test_a_template_that_writes_bad_python_is_named_with_its_line(mistake):
     with pytest.raises(rendering.RenderError) as raised:
         rendering.render(architecture, templates)
     first, made = str(raised.value).split("\n")[:2]
-    assert first.startswith(f"templates/walker.py.j2:{line}: {message}"), first
-    assert first.endswith("(rendering specs/llama.yaml)")
+    assert first.startswith(f"templates/walker.py.j2:{line}"), first
+    assert first.endswith(f": {message} (rendering specs/llama.yaml)")
     assert re.match(r"  generated/llama/walker.py:[0-9]+: ", made)
 
 
