@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -169,7 +168,6 @@ class RequestGroup:
     prompt_ids: list[int]
     params: SamplingParams
     requests: list[Request]
-    arrival: float = field(default_factory=time.monotonic)
     version: int = 0
     _sent: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
