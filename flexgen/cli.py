@@ -287,6 +287,7 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(help="Batch sizes of decode; repeat for more.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="flexgen or transformers; repeat for both.")] = None,
     layers: Annotated[int | None, typer.Option(help="Only the first layers, for a try on a small machine.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each figure, whose median counts.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the figures, one JSON each.")] = Path("benchmarks/results/engines"),
     profile: Annotated[bool, typer.Option("--profile", help="Instead: which kernels take a decode step.")] = False,
     page: Annotated[bool, typer.Option("--page", help="Instead: RESULTS.md and plots, two folders above the figures.")] = False,
@@ -306,7 +307,7 @@ def bench(
     elif profile:
         run_profile(Console(), models, batch, layers, out)
     else:
-        run_bench(Console(), models, workload, batch, engine, layers, out)
+        run_bench(Console(), models, workload, batch, engine, layers, out, repeats)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,9 +29,10 @@ def run_bench(
     engines: Sequence[str] | None,
     layers: int | None,
     out: Path,
+    repeats: int | None = None,
 ) -> None:
     """Measure every combination, save each figure when it is there, print them as a table."""
-    plan = _plan(workloads or list(WORKLOADS), batches)
+    plan = _plan(workloads or list(WORKLOADS), batches, repeats)
     engines = [engine_named(name).name for name in engines or ["flexgen"]]
     for model in _known(models, layers):
         for engine in engines:
@@ -91,7 +93,7 @@ def _check_batches(batches: Sequence[int] | None) -> None:
             raise ValueError(f"batch {batch} is out of range: it must be at least 1")
 
 
-def _plan(workloads: Sequence[str], batches: Sequence[int] | None) -> list[tuple[Workload, int]]:
+def _plan(workloads: Sequence[str], batches: Sequence[int] | None, repeats: int | None) -> list[tuple[Workload, int]]:
     _check_batches(batches)
     for name in workloads:
         if name not in WORKLOADS:
@@ -103,7 +105,9 @@ def _plan(workloads: Sequence[str], batches: Sequence[int] | None) -> list[tuple
     plan = []
     for name in workloads:
         chosen = batches if batches and name == DECODE.name else BATCHES[name]
-        plan += [(WORKLOADS[name], batch) for batch in chosen]
+        workload = WORKLOADS[name]
+        workload = replace(workload, repeats=repeats or workload.repeats)
+        plan += [(workload, batch) for batch in chosen]
     return plan
 
 

@@ -32,7 +32,7 @@ def results_page(results: Sequence[Result]) -> str:
         "",
         "Made by `flexgen bench --page` from `results/engines/`; each figure's file holds its command, versions and commit.",
         "",
-        "- **decode**: prompts of 12 tokens, greedy, 128 new tokens each (transformers: the same), whole call, median of 3.",
+        "- **decode**: prompts of 12 tokens, greedy, 128 new tokens each, whole call, median of 3 calls or of as many as the file says.",
         "- **rollout**: 256 prompts of 256 tokens, 512 new tokens each, temperature 1, with logprobs, whole call.",
         "- **bound**: the bytes that a decode step must read (weights, of experts those that the step's tokens go to, keys, "
         "values and state at their mean length) over 4.15 TB/s. Prefill, which a whole call includes, is not in it.",

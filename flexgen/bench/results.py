@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Result:
-    """tokens_per_second counts generated tokens over the whole call; bytes are of device memory.
+    """tokens_per_second counts generated tokens over the whole call, the median of `repeats`; bytes are of device memory.
 
     bound_tokens_per_second and experts_touched (distinct experts of a layer in a step, on average) are of the decode
     steps at their mean length. None: not known for this engine.
@@ -24,6 +24,7 @@ class Result:
     model: str
     workload: str
     batch: int
+    repeats: int
     tokens_per_second: float
     bound_tokens_per_second: float | None
     experts_touched: float | None

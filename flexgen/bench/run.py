@@ -17,7 +17,7 @@ from flexgen.bench.engines import engine_named
 from flexgen.bench.results import Result, commit, device_name, versions
 from flexgen.bench.workloads import Workload
 
-_WARM_UP_TOKENS = 16
+_WARM_UP_TOKENS = 8
 
 
 def measure(
@@ -33,6 +33,7 @@ def measure(
                 model=model if layers is None else f"{model}-{layers}-layers",
                 workload=workload.name,
                 batch=batch,
+                repeats=workload.repeats,
                 tokens_per_second=rate,
                 bound_tokens_per_second=running.bound(batch, workload),
                 experts_touched=running.experts_touched(batch),
@@ -51,9 +52,8 @@ def measure(
 
 
 def throughput(running: Any, workload: Workload, batch: int) -> float:
-    """Generated tokens a second of the whole call: the median of the workload's repeats after one warm-up."""
-    warm_up = workload if workload.repeats > 1 else replace(workload, new=_WARM_UP_TOKENS)
-    running.generate(workload.prompts(batch, run=0), warm_up)
+    """Generated tokens a second of the whole call: the median of the workload's repeats after a short warm-up."""
+    running.generate(workload.prompts(batch, run=0), replace(workload, new=_WARM_UP_TOKENS))
     rates = []
     for run in range(1, workload.repeats + 1):
         prompts = workload.prompts(batch, run)

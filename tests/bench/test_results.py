@@ -20,6 +20,7 @@ SAMPLE = Result(
     model="llama-8b",
     workload="decode",
     batch=8,
+    repeats=3,
     tokens_per_second=2000.0,
     bound_tokens_per_second=2200.0,
     experts_touched=None,
