@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flexgen.ir import architecture as ir
-from flexgen.ir.parts import Parts, norm_why
+from flexgen.ir.parts import Parts
 from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
+from flexgen.ir.shared import norm_why
 from flexgen.spec import models
-from flexgen.spec.diagnostics import SpecPath
+from flexgen.spec.diagnostics import SpecPath, show_path
 
-PART_SECTIONS = ("attention", "gdn", "mlp", "moe")
+MIXERS = ("attention", "gdn")
+PART_SECTIONS = (*MIXERS, "mlp", "moe")
 STREAM = "x_TD"
 HIDDEN = "dims.hidden"
 
@@ -22,6 +25,10 @@ class Value:
 
     name: str
     width: str
+
+
+Lowered = tuple[Value, list[ir.Statement]]
+"""A step as code: the variable that the next step reads, and the lines that make it."""
 
 
 class Block:
@@ -35,12 +42,14 @@ class Block:
         self.rows: dict[str, ir.Row] = {}
         self.prefix = parts.layers
         self.slots = {slot for kind in model.kinds.values() for slot in kind}
+        # of the kind at hand: what fills its slots, and what it uses
         self._slots: dict[str, str] = {}
         self._tables: list[str] = []
         self._mixers: list[str] = []
         self._routes: list[tuple[str, str]] = []
         self._inputs: list[str] = []
-        self._seen_slots: set[str] = set()
+        # of a layer input: how many slices it has, and the width of each
+        self._view: tuple[str, str] | None = None
 
     def layer(self, name: str) -> ir.Kind:
         """One layer kind: its parts in order, the tables of its weights and the entries that keep state."""
@@ -58,15 +67,15 @@ class Block:
         self._check_slots(name)
         parts, result = _returned(parts)
         return ir.Kind(
-            name,
-            f"{name}_layer",
-            tuple(parts),
-            result,
-            tuple(self._mixers),
-            tuple(self._routes),
-            tuple(self._tables),
-            tuple(self._inputs),
-            f"kinds.{name}",
+            name=name,
+            function=f"{name}_layer",
+            parts=tuple(parts),
+            result=result,
+            mixers=tuple(self._mixers),
+            routes=tuple(self._routes),
+            tables=tuple(self._tables),
+            inputs=tuple(self._inputs),
+            path=f"kinds.{name}",
         )
 
     def layer_input(self, name: str, entry: models.LayerInput) -> ir.LayerInput:
@@ -82,32 +91,35 @@ class Block:
         self._view = None
         return ir.LayerInput(name, value.name, tuple(statements), ".".join(at), entry.why)
 
-    _view: tuple[str, str] | None = None
-
     # ------------------------------------------------------------ branches
 
     def _add(self, part: models.AddPart, path: SpecPath) -> list[ir.Statement]:
+        """A branch, and its addition to the stream; a norm that ends the branch is one line with that."""
         value, statements = self._steps(part.add, (*path, "add"), Value(STREAM, HIDDEN), "h")
         if value.width != HIDDEN:
             message = f"this branch ends with width {_shown(value.width)}, and the stream has {_shown(HIDDEN)}"
             self.problems.add("SPEC017", message, (*path, "add"), key=True, help="end it with a step back to `hidden`")
-        *before, last = statements or [None]
-        if last is None or last.op != "norm" or (last.comment and part.why):
-            total = ir.Statement("add", STREAM, STREAM, _dotted(path), terms=(STREAM, value.name), comment=part.why)
-            return [*statements, total]
-        return [*before, replace(last, op="add", out=STREAM, terms=(STREAM,), comment=last.comment or part.why)]
+        last = statements[-1] if statements else None
+        if last is not None and last.op == "norm" and not (last.comment and part.why):
+            total = replace(last, op="add", out=STREAM, terms=(STREAM,), comment=last.comment or part.why)
+            return [*statements[:-1], total]
+        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, value.name), comment=part.why)
+        return [*statements, total]
 
-    def _steps(self, steps: list, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _steps(self, steps: list, path: SpecPath, value: Value, base: str) -> Lowered:
+        """Steps in order, each reading the one before; a product after an activation is one line with it."""
         statements: list[ir.Statement] = []
         for index, step in enumerate(steps):
             value, lines = self._step(step, (*path, index), value, base)
+            is_product = bool(lines) and lines[0].op == "times"
             last = statements[-1] if statements else None
-            if lines and lines[0].op == "times" and last and last.op == "act" and not (last.comment or last.value):
+            if is_product and last is not None and last.op == "act" and not (last.comment or last.value):
                 lines[0] = replace(statements.pop(), value=lines[0].value, comment=lines[0].comment)
             statements += lines
         return value, statements
 
-    def _step(self, step: object, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _step(self, step: object, path: SpecPath, value: Value, base: str) -> Lowered:
+        """One step at a path, which reads `value` and assigns variables called `base`."""
         if isinstance(step, str):
             return self._entry(step, path, value, base)
         handler = {
@@ -122,38 +134,39 @@ class Block:
         }[type(step)]
         return handler(step, path, value, base)
 
-    def _out(self, base: str, width: str) -> str:
+    def _out(self, base: str, width: str) -> Value:
         """The variable a step assigns: its base and the legend's suffix for its shape."""
         letters = "L" if self._view else ""
-        return f"{base}_T{letters}{'D' if width == HIDDEN else 'I'}"
+        return Value(f"{base}_T{letters}{'D' if width == HIDDEN else 'I'}", width)
+
+    def _line(self, op: str, path: SpecPath, value: Value, base: str, /, **fields: Any) -> Lowered:
+        """One line that makes a value as wide as the one it reads; `fields` are those of `ir.Statement`."""
+        out = self._out(base, value.width)
+        return out, [ir.Statement(op, out.name, value.name, show_path(path), **fields)]
 
     # ------------------------------------------------------------ one step each
 
-    def _norm(self, step: models.NormStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _norm(self, step: models.NormStep, path: SpecPath, value: Value, base: str) -> Lowered:
         gain = self.parts.has_gain(step.norm)
         role = _role(step.weight or "")
         if gain and step.weight is None:
+            message = f"the norm `{step.norm}` has a gain, and this step names no weight"
             help = "add `weight: MODULE`, or name a norm with `gain: none`"
-            self.problems.add(
-                "SPEC019", f"the norm `{step.norm}` has a gain, and this step names no weight", path, help=help
-            )
+            self.problems.add("SPEC019", message, path, help=help)
         if not gain and step.weight is not None and step.norm in self.model.norms:
+            message = f"the norm `{step.norm}` has no gain to use this weight"
             help = "remove it, or name a norm with a gain"
-            self.problems.add(
-                "SPEC018", f"the norm `{step.norm}` has no gain to use this weight", (*path, "weight"), help=help
-            )
+            self.problems.add("SPEC018", message, (*path, "weight"), help=help)
         call = self.parts.norm(step.norm, (*path, "norm"), f"w.{role}")
         if gain and step.weight is not None:
             self._own(role, (_d(value.width),), ((f"{self.prefix}{step.weight}.weight", _d(value.width)),), path)
-        out = Value(self._out(base, value.width), value.width)
-        return out, [ir.Statement("norm", out.name, value.name, _dotted(path), norm=call, comment=norm_why(step, call))]
+        return self._line("norm", path, value, base, norm=call, comment=norm_why(step, call))
 
-    def _linear(
-        self, step: models.LinearStep, path: SpecPath, value: Value, base: str
-    ) -> tuple[Value, list[ir.Statement]]:
+    def _linear(self, step: models.LinearStep, path: SpecPath, value: Value, base: str) -> Lowered:
         role = _role(step.linear)
         if self._view:
-            width, rows = self._view[1], f"{self._view[0]} * {self._view[1]}"
+            layers, width = self._view
+            rows = f"{layers} * {width}"
             if step.size is not None:
                 message = "`size` has no effect here: every slice of a layer input has the input's own `size`"
                 self.problems.add("SPEC010", message, (*path, "size"), key=True, help="remove it")
@@ -163,35 +176,24 @@ class Block:
             width = rows = self.scope.code(step.size or "0", (*path, "size"))
         shape = (_d(rows), _d(value.width))
         self._own(role, shape, ((f"{self.prefix}{step.linear}.weight", _d(rows)),), path)
-        out = Value(self._out(base, width), width)
-        view = self._view or ()
-        return out, [
-            ir.Statement(
-                "linear", out.name, value.name, _dotted(path), weight=f"w.{role}", terms=view, comment=step.why
-            )
-        ]
+        out, where, weight = self._out(base, width), show_path(path), f"w.{role}"
+        terms = self._view or ()
+        return out, [ir.Statement("linear", out.name, value.name, where, weight=weight, terms=terms, comment=step.why)]
 
-    def _act(self, step: models.ActStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
-        out = Value(self._out(base, value.width), value.width)
-        return out, [ir.Statement("act", out.name, value.name, _dotted(path), act=step.act, comment=step.why)]
+    def _act(self, step: models.ActStep, path: SpecPath, value: Value, base: str) -> Lowered:
+        return self._line("act", path, value, base, act=step.act, comment=step.why)
 
-    def _gain(self, step: models.GainStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _gain(self, step: models.GainStep, path: SpecPath, value: Value, base: str) -> Lowered:
         role = _role(step.gain)
         size = _d(value.width) if step.size is None else self.scope.code(step.size, (*path, "size"), prefix="d")
         self._own(role, (size,), ((f"{self.prefix}{step.gain}", size),), path)
-        out = Value(self._out(base, value.width), value.width)
-        return out, [ir.Statement("gain", out.name, value.name, _dotted(path), weight=f"w.{role}", comment=step.why)]
+        return self._line("gain", path, value, base, weight=f"w.{role}", comment=step.why)
 
-    def _scale(
-        self, step: models.ScaleStep, path: SpecPath, value: Value, base: str
-    ) -> tuple[Value, list[ir.Statement]]:
+    def _scale(self, step: models.ScaleStep, path: SpecPath, value: Value, base: str) -> Lowered:
         number = self.scope.code(step.scale, (*path, "scale"), "float")
-        out = Value(self._out(base, value.width), value.width)
-        return out, [ir.Statement("scale", out.name, value.name, _dotted(path), value=number, comment=step.why)]
+        return self._line("scale", path, value, base, value=number, comment=step.why)
 
-    def _times(
-        self, step: models.TimesStep, path: SpecPath, value: Value, base: str
-    ) -> tuple[Value, list[ir.Statement]]:
+    def _times(self, step: models.TimesStep, path: SpecPath, value: Value, base: str) -> Lowered:
         entry = self.model.layer_inputs.get(step.times)
         if entry is None:
             known = defined("layer_inputs", self.model.layer_inputs)
@@ -203,13 +205,9 @@ class Block:
             self.problems.add("SPEC017", message, path)
         if step.times not in self._inputs:
             self._inputs.append(step.times)
-        out = Value(self._out(base, value.width), value.width)
-        line = ir.Statement("times", out.name, value.name, _dotted(path), value=f"{step.times}_TI", comment=step.why)
-        return out, [line]
+        return self._line("times", path, value, base, value=f"{step.times}_TI", comment=step.why)
 
-    def _embedding(
-        self, step: models.EmbeddingStep, path: SpecPath, value: Value, base: str
-    ) -> tuple[Value, list[ir.Statement]]:
+    def _embedding(self, step: models.EmbeddingStep, path: SpecPath, value: Value, base: str) -> Lowered:
         if not self._view:
             help = "tables indexed by token belong in `layer_inputs` and `embedding`"
             self.problems.add("SPEC025", "an embedding inside the block is not implemented", path, help=help)
@@ -218,18 +216,16 @@ class Block:
         vocab = self.scope.code(step.vocab, (*path, "vocab"), prefix="d")
         layers, width = self._view
         self._own(role, (vocab, f"{_d(layers)} * {_d(width)}"), ((f"{step.embedding}.weight", vocab),), path)
-        out = Value(self._out(base, width), width)
-        scale = None
-        if step.scale != "1":
-            scale = self.scope.code(step.scale, (*path, "scale"), "float")
-            scale = f"rounded({scale}, w.{role}.dtype)" if step.scale_dtype == "model" else scale
-        where, weight = _dotted(path), f"w.{role}"
+        out, where, weight = self._out(base, width), show_path(path), f"w.{role}"
         line = ir.Statement("embed", out.name, "ids_T", where, weight=weight, terms=self._view, comment=step.why)
-        if scale is None:
+        if step.scale == "1":
             return out, [line]
+        scale = self.scope.code(step.scale, (*path, "scale"), "float")
+        if step.scale_dtype == "model":
+            scale = f"rounded({scale}, {weight}.dtype)"
         return out, [line, ir.Statement("scale", out.name, out.name, where, value=scale)]
 
-    def _sum(self, step: models.SumStep, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _sum(self, step: models.SumStep, path: SpecPath, value: Value, base: str) -> Lowered:
         statements: list[ir.Statement] = []
         ends: list[Value] = []
         for index, branch in enumerate(step.sum):
@@ -241,9 +237,9 @@ class Block:
             if end.width != ends[0].width:
                 message = f"this branch has width {_shown(end.width)}, and the first has {_shown(ends[0].width)}"
                 self.problems.add("SPEC017", message, (*path, "sum", index))
-        out = Value(self._out(base, ends[0].width), ends[0].width)
+        out = self._out(base, ends[0].width)
         terms = tuple(end.name for end in ends)
-        return out, [*statements, ir.Statement("add", out.name, terms[0], _dotted(path), terms=terms, comment=step.why)]
+        return out, [*statements, ir.Statement("add", out.name, terms[0], show_path(path), terms=terms, comment=step.why)]
 
     def _branch_name(self, branch: list, index: int) -> str:
         """A branch is named after the entry it calls, or after the first weight it reads."""
@@ -258,9 +254,8 @@ class Block:
 
     # ------------------------------------------------------------ entries
 
-    def _entry(self, name: str, path: SpecPath, value: Value, base: str) -> tuple[Value, list[ir.Statement]]:
+    def _entry(self, name: str, path: SpecPath, value: Value, base: str) -> Lowered:
         if name in self.slots:
-            self._seen_slots.add(name)
             entry = self._slots.get(name)
             if entry is None:
                 return value, []
@@ -279,37 +274,26 @@ class Block:
             self.problems.add("SPEC017", message, path)
         part = getattr(self.parts, section)(entry)
         self._tables.append(part.table.function)
-        out = Value(self._out(base, HIDDEN), HIDDEN)
         if section == "moe":
-            return out, self._experts(part, path, value, out, base)
-        if section in ("attention", "gdn"):
+            return self._experts(part, path, value, base)
+        arguments: tuple[str, ...] = ()
+        if section in MIXERS:
             self._mixers.append(entry)
-        arguments = ("dims", "step") if section in ("attention", "gdn") else ()
+            arguments = ("dims", "step")
         comment = part.why or _effects(section, part)
-        call = ir.Statement(
-            "call", out.name, value.name, _dotted(path), function=part.function, arguments=arguments, comment=comment
-        )
-        return out, [call]
+        return self._line("call", path, value, base, function=part.function, arguments=arguments, comment=comment)
 
-    def _experts(self, moe: ir.Moe, path: SpecPath, value: Value, out: Value, base: str) -> list[ir.Statement]:
+    def _experts(self, moe: ir.Moe, path: SpecPath, value: Value, base: str) -> Lowered:
+        """Two lines: where each token goes, and what the experts there make of it."""
         self._routes.append((moe.routed, moe.top_k))
         reads = STREAM if moe.reads_stream else value.name
         routes = "routes" if base in ("h", moe.name) else f"{base}_routes"
         comment = moe.router_why or ("reads the stream, not the normed input" if moe.reads_stream else None)
-        return [
-            ir.Statement(
-                "route", routes, reads, f"{moe.path}.router", function=moe.route, arguments=("dims",), comment=comment
-            ),
-            ir.Statement(
-                "call",
-                out.name,
-                value.name,
-                _dotted(path),
-                function=moe.experts,
-                arguments=(f"*{routes}", "dims"),
-                comment=moe.why,
-            ),
-        ]
+        where = f"{moe.path}.router"
+        route = ir.Statement("route", routes, reads, where, function=moe.route, arguments=("dims",), comment=comment)
+        arguments = (f"*{routes}", "dims")
+        out, call = self._line("call", path, value, base, function=moe.experts, arguments=arguments, comment=moe.why)
+        return out, [route, *call]
 
     # ------------------------------------------------------------ bookkeeping
 
@@ -371,10 +355,6 @@ def _role(name: str) -> str:
 
 def _d(code: str) -> str:
     return code.replace("dims.", "d.")
-
-
-def _dotted(path: SpecPath) -> str:
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
 
 
 def _shown(width: str) -> str:

@@ -8,10 +8,11 @@ from flexgen.ir import architecture as ir
 from flexgen.ir.block import Block
 from flexgen.ir.effects import check_checkpoint
 from flexgen.ir.names import check_generated_names, check_names
-from flexgen.ir.parts import Parts, norm_why
+from flexgen.ir.parts import Parts
 from flexgen.ir.problems import Problems
 from flexgen.ir.schedule import schedule
 from flexgen.ir.scope import Scope
+from flexgen.ir.shared import norm_why
 from flexgen.ir.tiny import check_tiny, fences
 from flexgen.spec import models
 from flexgen.spec.load import Spec

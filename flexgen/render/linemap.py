@@ -11,7 +11,7 @@ from typing import Any
 from flexgen.ir.architecture import Architecture
 from flexgen.render.marks import Mark
 from flexgen.render.render import FILES, render_marked
-from flexgen.spec.diagnostics import SpecPath
+from flexgen.spec.diagnostics import SpecPath, show_path
 from flexgen.spec.load import Spec
 
 VERSION = 1
@@ -63,11 +63,6 @@ def _written(read: str, data: Any) -> SpecPath:
 def parse_path(text: str) -> SpecPath:
     """`block[1].add[0].norm` -> its steps."""
     return tuple(int(step) if step.isdigit() else step for step in re.findall(r"[^.\[\]]+", text))
-
-
-def show_path(path: SpecPath) -> str:
-    """The steps of a spec path as it is written."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
 
 
 def place(spec: Spec, path: SpecPath) -> str:

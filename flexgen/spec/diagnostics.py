@@ -17,6 +17,12 @@ JSON_VERSION = 1
 SpecPath = tuple[str | int, ...]
 """Where something stands in a spec: keys and list indices from the root."""
 
+
+def show_path(path: SpecPath) -> str:
+    """A spec path as it is written: `block[1].add[0].norm`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+
+
 _SHOWN_REPEATS = 3
 _COMPARED_LENGTH = 80
 
