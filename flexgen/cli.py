@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen.compile import Checked, UsageError, check, find_specs, shown
+from flexgen.compile import Checked, UsageError, check, find_specs, named, shown
 from flexgen.errors import FlexError
 from flexgen.spec.codes import CODES
 from flexgen.spec.diagnostics import Diagnostic, SpecError, nearest, render_json, render_text
@@ -123,7 +123,6 @@ def build(
 ) -> None:
     """Generate the packages of specs."""
     from flexgen.assets import root
-    from flexgen.compile import named
     from flexgen.render.build import compare, write
     from flexgen.render.render import render
 
@@ -192,7 +191,9 @@ def diff(
     from flexgen.diff.report import compare
     from flexgen.diff.sides import made, other
 
-    _refuse(_checked(None))
+    checked = _checked(None)
+    _refuse(checked)
+    named(checked)
     project = root("specs").parent
     report = compare(other(project, against), made(project))
     shown = {DiffFormat.text: show.text, DiffFormat.json: show.as_json, DiffFormat.markdown: show.markdown}

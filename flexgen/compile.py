@@ -34,9 +34,12 @@ def find_specs(names: list[str]) -> list[Path]:
     A name stands for one of flexgen's own specs, or for a file where `flexgen new` puts one.
     """
     folder = root("specs")
+    every = sorted(folder.glob("*.yaml"))
+    if not names and not every:
+        raise UsageError(f"there is no spec in {shown(folder)}: give the path of one, or draft one with `flexgen new`")
     if not names:
-        return sorted(folder.glob("*.yaml"))
-    known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        return every
+    known = ", ".join(path.stem for path in every)
     found: dict[Path, Path] = {}
     for name in names:
         places = (Path(name), *(place / f"{name}.yaml" for place in (folder, Path("specs"), Path())))

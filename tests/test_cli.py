@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flexgen import cli
+from flexgen import compile as compile_
 from flexgen.assets import root
 
 LLAMA = (root("specs") / "llama.yaml").read_text("utf-8")
@@ -104,13 +105,17 @@ def test_every_command_shows_where_a_spec_is_wrong(run, broken):
         assert "cast: befor" in printed, command
 
 
-def test_two_specs_of_one_name_make_no_package(run, tmp_path):
+def test_two_specs_of_one_name_make_no_package(run, tmp_path, monkeypatch):
     copy = tmp_path / "my copy.yaml"
     copy.write_text(LLAMA, "utf-8")
     code, printed = run("build", copy, "llama", "--out", tmp_path / "out")
     assert code == 2
     assert "are both called `llama`" in printed
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(cli, "find_specs", lambda _: [copy, root("specs") / "llama.yaml"])
+    code, again = run("diff")
+    assert (code, again) == (2, printed)
+    monkeypatch.undo()
     assert run("build", "llama", root("specs") / "llama.yaml", "--out", tmp_path / "out")[0] == 0  # the same one twice
 
 
@@ -143,6 +148,14 @@ def test_a_spec_of_the_users_own_goes_by_its_name_too(run, tmp_path, monkeypatch
     code, printed = run("explain", "gen/mine/walker.py:40")
     assert code == 2
     assert "no spec `mine`" in printed
+
+
+def test_a_folder_without_specs_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_, "root", lambda _: tmp_path)
+    for command in ("check", "build", "diff"):
+        code, printed = run(command)
+        assert code == 2
+        assert f"there is no spec in {tmp_path}: " in printed
 
 
 def test_a_failure_of_our_own_is_one_message(run, monkeypatch):

@@ -252,7 +252,10 @@ class _Tiny:
                 missing = [field for field in fields if seen[field] is None]
                 if not self.misspelt.intersection(missing):
                     shown = f"lacks `{missing[0]}`" if missing else f"does not fit: {error.message}"
-                    self.problems.add("SPEC024", f"`tiny` {shown}", TINY, key=True, note=("read here", ("dims", name)))
+                    near = nearest(missing[0], {*self.scope.exprs, *self.config} - {name}) if missing else None
+                    help = f"add it, or did `dims.{name}` mean `{near}`?" if near else None
+                    note = ("read here", ("dims", name))
+                    self.problems.add("SPEC024", f"`tiny` {shown}", TINY, key=True, help=help, note=note)
                 values[name] = 1
         return values
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateSyntaxError
+from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateNotFound, TemplateSyntaxError
 
 from flexgen.assets import root
 from flexgen.errors import FlexError
@@ -125,6 +125,9 @@ def _text(architecture: Architecture, name: str, environment: Environment) -> st
     except TemplateSyntaxError as error:
         where = f"templates/{error.name}:{error.lineno}"
         raise RenderError(f"{where}: {error.message} (rendering {architecture.source})") from None
+    except TemplateNotFound as error:
+        message = f"{_template_line(error)}: there is no template {error.name} (rendering {architecture.source})"
+        raise RenderError(message) from None
     except Exception as error:  # a template can go wrong in any way that an expression can
         message = f"{_template_line(error)}: {error or type(error).__name__} (rendering {architecture.source})"
         raise RenderError(message) from None

@@ -71,6 +71,11 @@ _PROBLEMS: tuple[tuple[str, str, str], ...] = (
     (r"expected <block end>, but found .*", "this line does not fit the lines above", _INDENTATION),
     (r"expected '<document start>'.*", "this line does not fit the lines above", _INDENTATION),
     (
+        r"expected the node content, but found '<stream end>'",
+        "the file ends where a value should stand",
+        "give the value, and close every bracket above",
+    ),
+    (
         r"expected the node content, but found '<?(.*?)>?'",
         "expected a value, found `{0}`",
         "give a value, or quote the text",
