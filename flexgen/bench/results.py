@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -77,7 +78,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working tree, `unknown` outside a repository."""
+    """The commit of the working tree; outside a repository FLEXGEN_COMMIT, or `unknown`."""
+    if given := os.environ.get("FLEXGEN_COMMIT"):
+        return given
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -41,12 +41,12 @@ def ladder(most: int) -> list[int]:
     return sizes
 
 
-def packed_shapes(most_tokens: int, block_size: int) -> list[Shape]:
+def packed_shapes(most_tokens: int, most_rows: int, block_size: int) -> list[Shape]:
     """Shapes of steps with prompts to capture, ascending.
 
-    Padding rows write to one page: only tokens that fit into it may share a row when a capture is checked.
+    A capture is checked on rows that share a page: it has to hold their tokens.
     """
-    shapes = [Shape(_TOKENS_OF_ROW * rows, rows) for rows in _PACKED_ROWS]
+    shapes = [Shape(_TOKENS_OF_ROW * rows, rows) for rows in _PACKED_ROWS if rows <= most_rows]
     return [shape for shape in shapes if shape.tokens <= most_tokens and block_size >= _TOKENS_OF_ROW]
 
 
@@ -219,9 +219,14 @@ class Graphs:
     def _capture_draw(self, size: int, features: Features) -> None:
         self._place([PAD_SLOT] * size)
         logits_RV, slots_R = self.logits_SV[:size].zero_(), self._slots_S[:size]
-        self.steps.draw(logits_RV, slots_R, features)
+        expected = self.steps.draw(logits_RV, slots_R, features)
         what = f"sampling {size} rows with {features}"
-        self._draws[size, features] = self._captured(what, lambda: self.steps.draw(logits_RV, slots_R, features))
+        captured = self._captured(what, lambda: self.steps.draw(logits_RV, slots_R, features))
+        if captured is not None and not features.penalises:  # whose counts each draw changes
+            captured.graph.replay()
+            same = (getattr(captured.result, name).equal(getattr(expected, name)) for name in ("tokens_R", "logprobs_R"))
+            captured = captured if all(same) else self._fail(what, "its replay differs from the same code run directly")
+        self._draws[size, features] = captured
 
     def _captured(self, what: str, run: Callable[[], Any]) -> Captured | None:
         graph = torch.cuda.CUDAGraph()

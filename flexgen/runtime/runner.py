@@ -143,12 +143,23 @@ class Runner:
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:
         """Run by CUDA graphs from now on: decode of `sizes`, all captured now, or each when it is first met."""
         steps = Steps(self.decode_logits, self.packed_logits, self.draw, self._keep_state, self._captured_tensors)
-        shapes = packed_shapes(self.most_tokens, self.cache.block_size)
+        shapes = packed_shapes(*self._most_captured(), self.cache.block_size)
         dtype = self.model.head_dtype or self.model.dtype
         logits_SV = torch.zeros((sizes[-1], self.model.dims.vocab), dtype=dtype, device=self.device)
         self.graphs = Graphs(steps, sizes, shapes, logits_SV, self.max_model_len)
         if at_start:
             self.graphs.capture_all((Features(), Features(random=True)))
+
+    def _most_captured(self) -> tuple[int, int]:
+        """The most tokens and rows of a step with prompts that a graph may hold.
+
+        Rows with recurrent state need slots of their own, and the loop over experts, which serves many tokens of any dtype
+        but bf16, waits for the device.
+        """
+        tokens, rows = self.most_tokens, self.cache.slots
+        if any(self.model.routed) and self.model.dtype != torch.bfloat16:
+            tokens = min(tokens, ROUTED_TOKENS)
+        return tokens, rows if self._recurrent else max(rows, 4)
 
     def _keep_state(self, slots: Tensor) -> Callable[[], None]:
         """A function that puts the recurrent state of `slots` back to what it is now."""

@@ -92,7 +92,7 @@ def test_steps_with_prompts_replay_too(lengths, at_start):
     prompts = [[(3 * row + place) % 61 for place in range(length)] for row, length in enumerate(lengths)]
     params = [SamplingParams(seed=row, temperature=row % 2, max_tokens=2 + row, ignore_eos=True) for row in range(len(prompts))]
     expected = [output.outputs[0].token_ids for output in run(engine(toy), prompts, params)]
-    llm = with_graphs(toy, [1, 2, 4], at_start)
+    llm = with_graphs(toy, [1, 2, 4, 16], at_start, max_num_seqs=16)
     toy.layers[2].memory[0] = float("nan")
     assert [output.outputs[0].token_ids for output in run(llm, prompts, params)] == expected
     graphs = llm.llm_engine.runner.graphs
@@ -104,7 +104,7 @@ def test_steps_with_prompts_replay_too(lengths, at_start):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 64))
 def test_a_shape_is_filled_exactly_or_not_at_all(counts, longest):
     pieces = [Piece(row + 1, 5, (7,) * count) for row, count in enumerate(counts)]
-    for shape in packed_shapes(512, 16):
+    for shape in packed_shapes(512, 64, 16):
         filled = shape.fill(pieces, longest)
         if filled is not None:
             assert filled[: len(pieces)] == pieces and Shape.of(filled) == shape

@@ -39,6 +39,7 @@ def _conv_kernel(  # noqa: ANN202
         k = tl.arange(0, BLOCK_K)
         mask = live[:, None] & (k < TAPS)[None, :]
         older = tl.load(past[:, None] + 1 + k[None, :], mask=mask & (k < TAPS - 1)[None, :], other=0.0)
+        tl.debug_barrier()  # other warps of the program may still read what is overwritten here
         latest = tl.load(u + token.to(tl.int64) * u_t + c, mask=live, other=0.0)
         tl.store(past[:, None] + k[None, :], tl.where((k == TAPS - 1)[None, :], latest[:, None], older), mask=mask)
     tl.store(out + token.to(tl.int64) * CHANNELS + c, sums.to(out.dtype.element_ty), mask=live)
@@ -59,6 +60,7 @@ def _state_kernel(  # noqa: ANN202
     past = state + tl.load(state_r + row).to(tl.int64) * state_s + c[:, None] * TAPS
     now = tl.load(u + (first + place).to(tl.int64)[None, :] * u_t + c[:, None], mask=mask & (place >= 0)[None, :], other=0.0)
     before = tl.load(past + TAPS + place[None, :], mask=mask & (place < 0)[None, :], other=0.0)
+    tl.debug_barrier()  # as above
     tl.store(past + k[None, :], now + before, mask=mask)
 
 

@@ -324,6 +324,7 @@ def _one_token(
     interleaved: bool,
 ) -> Tensor:
     """`weighted_routes` of one token, where rows of the weights are contiguous."""
+    assert gate_up.stride(2) == 1 and down.stride(2) == 1
     choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
     hidden = x_1D.new_empty((choices, inner))
     out = x_1D.new_empty((1, choices, width), dtype=torch.float32)
