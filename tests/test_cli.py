@@ -184,8 +184,8 @@ def test_a_terminal_without_the_letters_shows_their_numbers(tmp_path, monkeypatc
 
 
 def test_an_interrupt_while_it_loads_has_no_traceback(tmp_path):
-    """A module that stands for one of flexgen's own interrupts the process while it is imported."""
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
+    """What Ctrl-C raises comes from a module that is being imported."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root("specs").parent)])}
     command = [sys.executable, "-c", "from flexgen.__main__ import main; main()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
