@@ -10,8 +10,8 @@ from pathlib import Path
 from flexgen.assets import root
 from flexgen.errors import FlexError
 from flexgen.ir.architecture import Architecture
-from flexgen.ir.resolve import resolve
-from flexgen.spec.diagnostics import Diagnostic, SpecError
+from flexgen.ir.resolve import resolve, unknown_names
+from flexgen.spec.diagnostics import Diagnostic, SpecError, merge_cascades
 from flexgen.spec.load import load_spec
 
 
@@ -56,7 +56,8 @@ def check(path: Path) -> Checked:
     try:
         return Checked(path, resolve(load_spec(path, shown(path))), ())
     except SpecError as error:
-        return Checked(path, None, error.diagnostics)
+        others = unknown_names(error.mended) if error.mended else ()
+        return Checked(path, None, tuple(merge_cascades([*error.diagnostics, *others])))
 
 
 def named(checked: Iterable[Checked]) -> dict[str, tuple[Path, Architecture]]:

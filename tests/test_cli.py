@@ -105,6 +105,18 @@ def test_every_command_shows_where_a_spec_is_wrong(run, broken):
         assert "cast: befor" in printed, command
 
 
+def test_a_mistake_of_shape_hides_no_unknown_name(run, tmp_path):
+    """`eps` is misspelt in the entry whose `cast` is wrong, and a rope in another; what the entry's own fields say still counts."""
+    spec = tmp_path / "x.yaml"
+    text = LLAMA.replace("cast: before, eps: eps", "cast: befor, eps: epz, epsilon: 1").replace("rope: rope,", "rope: roep,")
+    spec.write_text(text, "utf-8")
+    code, printed = run("check", spec)
+    assert code == 3
+    assert printed.count("error[") == 4
+    for message in ("`cast` cannot be `befor`", "unknown field `epsilon`", "unknown name `epz`", "unknown rope `roep`"):
+        assert printed.count(message) == 1
+
+
 def test_two_specs_of_one_name_make_no_package(run, tmp_path, monkeypatch):
     copy = tmp_path / "my copy.yaml"
     copy.write_text(LLAMA, "utf-8")

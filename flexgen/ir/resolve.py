@@ -15,12 +15,23 @@ from flexgen.ir.scope import Scope
 from flexgen.ir.shared import norm_why
 from flexgen.ir.tiny import check_tiny, fences
 from flexgen.spec import models
+from flexgen.spec.codes import CODES, Stage
+from flexgen.spec.diagnostics import Diagnostic, SpecError
 from flexgen.spec.load import Spec
 
 
 def resolve(spec: Spec) -> ir.Architecture:
     """The architecture of a spec. Raises SpecError with every problem of meaning."""
     return _Resolver(spec).architecture()
+
+
+def unknown_names(spec: Spec) -> tuple[Diagnostic, ...]:
+    """The names that a spec uses and does not define: what else is wrong may come from how its shape was mended."""
+    try:
+        resolve(spec)
+    except SpecError as error:
+        return tuple(item for item in error.diagnostics if CODES[item.code].stage is Stage.NAME)
+    return ()
 
 
 class _Resolver:

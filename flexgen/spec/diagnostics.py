@@ -85,9 +85,13 @@ class Diagnostic:
 
 
 class SpecError(FlexError):
-    """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake."""
+    """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake.
 
-    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+    `mended` is the spec with those undone, where they can be: later passes find the others in it.
+    """
+
+    def __init__(self, diagnostics: Iterable[Diagnostic], mended: Any = None) -> None:
+        self.mended = mended
         self.diagnostics: tuple[Diagnostic, ...] = tuple(merge_cascades(diagnostics))
         assert self.diagnostics, "a SpecError needs a diagnostic"
         super().__init__(self.diagnostics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from flexgen.spec.diagnostics import Diagnostic, Note, Span, SpecError, SpecPath, nearest
 from flexgen.spec.models import SECTIONS_WITH_LIKE, SpecModel
-from flexgen.spec.shapes import explain, field_names, model_at
+from flexgen.spec.shapes import explain, field_names, mended, model_at
 from flexgen.spec.source import Document
 from flexgen.spec.source import load as load_document
 
@@ -63,15 +63,23 @@ def parse_spec(text: bytes | str, path: str) -> Spec:
 def shape(document: Document) -> Spec:
     """The spec that a document holds. Raises SpecError with every problem of shape."""
     data, origins, found = expand_likes(document)
-    spec = None
     try:
-        spec = SpecModel.model_validate(data)
+        model = SpecModel.model_validate(data)
     except ValidationError as error:
         where = Spec(model=None, document=document, data=data, origins=origins)  # type: ignore[arg-type]
-        found += explain(error, data, where)
-    if found or spec is None:
+        raise SpecError([*found, *explain(error, data, where)], mended=_mended(error, where)) from None
+    if found:
         raise SpecError(found)
-    return Spec(spec, document, data, origins)
+    return Spec(model, document, data, origins)
+
+
+def _mended(error: ValidationError, spec: Spec) -> Spec | None:
+    """The spec with its mistakes of shape undone, so that its other mistakes show; None where they cannot be undone."""
+    data = mended(error, spec.data)
+    try:
+        return data and replace(spec, model=SpecModel.model_validate(data), data=data)
+    except ValidationError:
+        return None
 
 
 def locate(document: Document, path: SpecPath, *, key: bool = False, within: tuple[int, int] | None = None) -> Span:

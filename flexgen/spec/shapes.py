@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import typing
 from collections.abc import Iterator
@@ -35,6 +36,23 @@ def explain(error: ValidationError, data: Any, spec: Spec) -> list[Diagnostic]:
         if place not in seen and spec.origin(path) == path:
             seen[place] = _explain(item, path, missing, data, spec)
     return list(seen.values())
+
+
+def mended(error: ValidationError, data: Any) -> Any:
+    """The data without its unknown fields and with a right choice for each wrong one; None where more than that is wrong."""
+    data = copy.deepcopy(data)
+    for item in error.errors(include_url=False):
+        path, missing = _data_path(item["loc"], data)
+        if missing is not None or len(path) < 2:
+            return None
+        holder, choices = _at(data, path[:-1]), literals_at(path, data)
+        if item["type"] == "extra_forbidden" and len(path) > 2:  # a section that is misspelt is missed everywhere
+            del holder[path[-1]]
+        elif item["type"] == "literal_error" and choices:
+            holder[path[-1]] = choices[0]
+        else:
+            return None
+    return data
 
 
 def _data_path(loc: tuple[str | int, ...], data: Any) -> tuple[SpecPath, str | None]:
