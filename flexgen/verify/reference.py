@@ -14,16 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexgen.runtime.errors import FlexgenError
+
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 """What forwards of transformers call their cache, newest name first."""
 
 
 def tiny(config: Mapping[str, Any], seed: int = 0) -> Any:
-    """A model of a `tiny:` config with every tensor random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A model of a `tiny:` config with every tensor random. Raises FlexgenError where transformers lacks its type."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **copy.deepcopy(dict(config))}
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = fields.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise FlexgenError(
+            f"transformers has no model of type {kind!r} to compare with: give `tiny` and `model_types` the type that "
+            "config.json has, or install a release of transformers that knows it"
+        )
+    made = AutoConfig.for_model(kind, **fields)
     made._experts_implementation = "eager"
     with torch.random.fork_rng(devices=[]):  # what transformers draws first is seeded too
         torch.manual_seed(seed)

@@ -11,6 +11,7 @@ from tiny import tiny_config
 
 from flexgen.assets import root
 from flexgen.compile import UsageError
+from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.package import find_packages
 from flexgen.verify import reference, verify
 from flexgen.verify.report import Report, Row
@@ -93,6 +94,12 @@ def test_every_tensor_is_random():
     model = reference.tiny(tiny_config("gemma4_moe"))
     for name, tensor in model.state_dict().items():
         assert tensor.numel() == 1 or tensor.std() > 0, name
+
+
+def test_a_type_that_transformers_lacks_is_named():
+    with pytest.raises(FlexgenError, match="no model of type 'mine' to compare with: give `tiny`") as error:
+        reference.tiny({**tiny_config("llama"), "model_type": "mine"})
+    assert len(str(error.value)) < 300
 
 
 def test_a_report_that_holds_nothing_or_nan_is_not_ok():
