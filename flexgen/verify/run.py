@@ -37,15 +37,19 @@ def verify(
     """Compare a generated package, by name or folder, with transformers.
 
     Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises UsageError for a
-    package or spec that is not there and for a dtype other than float32.
+    package, spec or device that is not there and for a dtype other than float32.
     """
     if dtype != "float32":
         raise UsageError(f"dtype is {dtype!r}, and verify compares in float32 only: leave --dtype out")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
+        raise UsageError(f"device is {device!r}, which torch cannot use on this machine: give another --device") from None
     folder = _package(spec)
     name = read_manifest(folder)["name"]
     if checkpoint is not None:
+        model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)  # first: it refuses what is none
         oracle = reference.load(Path(checkpoint), device)
-        model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)
         return _compare(name, str(checkpoint), model, oracle)
     oracle = reference.tiny(load_spec(find_specs([name])[0]).model.tiny).to(device)
     with tempfile.TemporaryDirectory() as directory:

@@ -11,7 +11,7 @@ from tiny import tiny_config
 
 from flexgen.assets import root
 from flexgen.compile import UsageError
-from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.errors import ConfigError, FlexgenError
 from flexgen.runtime.package import find_packages
 from flexgen.verify import reference, verify
 from flexgen.verify.report import Report, Row
@@ -94,6 +94,13 @@ def test_every_tensor_is_random():
     model = reference.tiny(tiny_config("gemma4_moe"))
     for name, tensor in model.state_dict().items():
         assert tensor.numel() == 1 or tensor.std() > 0, name
+
+
+def test_what_is_not_there_is_named_and_never_asked_for_elsewhere(tmp_path):
+    with pytest.raises(ConfigError, match="is missing: a checkpoint is a local directory"):
+        verify("llama", checkpoint=tmp_path / "nope")
+    with pytest.raises(UsageError, match="device is 'nonsense'"):
+        verify("llama", device="nonsense")
 
 
 def test_a_type_that_transformers_lacks_is_named():
