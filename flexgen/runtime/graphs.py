@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,7 @@ class Graphs:
         most = max((shape.numbers for shape in self.shapes), default=0)
         self._numbers = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._batch: tuple[int, ...] = ()
-        self._forwards: dict[Hashable, Captured | None] = {}
+        self._forwards: dict[int | Shape, Captured | None] = {}
         self._draws: dict[tuple[int, Features], Captured | None] = {}
         self._addresses: dict[str, int] = {}
 
@@ -111,17 +111,18 @@ class Graphs:
             for each in features:
                 self._capture_draw(size, each)
             self._place(slots)
-            self._decode(size, slots)
+            self._capture_forward(size, slots, size)
         for shape in reversed(self.shapes):
             slots = [1 + row % self.sizes[-1] for row in range(shape.rows)]
             self._pack([Piece(slot, 0, (0,) * _TOKENS_OF_ROW) for slot in slots], ())
-            self._packed(shape, slots, min(shape.rows, self.sizes[-1]))
+            self._capture_forward(shape, slots, min(shape.rows, self.sizes[-1]))
 
     def decode_step(self, slots: Sequence[int], features: Features) -> Sampled:
         """One token for each of `slots`: the first rows of the result; padding rows follow."""
         size = self._draw_size(slots, features)
         self._place(slots)
-        self._decode(size, slots)
+        self._capture_forward(size, slots, len(slots))
+        self._run(size)
         return self._draw(size, features)
 
     def packed_step(
@@ -135,7 +136,8 @@ class Graphs:
             return None
         size = self._draw_size(drawing, features)
         self._pack(filled, last)
-        self._packed(shape, [piece.slot for piece in pieces], len(drawing))
+        self._capture_forward(shape, [piece.slot for piece in pieces], len(drawing))
+        self._run(shape)
         self._place(drawing)
         return self._draw(size, features)
 
@@ -169,26 +171,18 @@ class Graphs:
 
     # ------------------------------------------------------------ replays
 
-    def _decode(self, size: int, slots: Sequence[int]) -> None:
-        self._forward(
-            size, f"decode of {size} rows", lambda: self.steps.decode(self._slots_S[:size]), slots, len(slots)
-        )
-
-    def _packed(self, shape: Shape, slots: Sequence[int], live: int) -> None:
-        packed = Packed.of(self._numbers, shape)
-        what = f"a step of {shape.tokens} tokens in {shape.rows} rows"
-        self._forward(shape, what, lambda: self.steps.packed(packed)[: self.sizes[-1]], slots, live)
-
-    def _forward(
-        self, key: Hashable, what: str, forward: Callable[[], Tensor], slots: Sequence[int], live: int
-    ) -> None:
-        """Leave a forward pass's logits in `logits_SV`; the first `live` rows count."""
-        if key not in self._forwards:
-            self._forwards[key] = self._capture_forward(what, forward, slots, live)
+    def _run(self, key: int | Shape) -> None:
+        """Leave the logits of a decode step's size, or of a shape, in `logits_SV`."""
         if (captured := self._forwards[key]) is not None:
             captured.graph.replay()
         else:
-            self._leave(forward())
+            self._leave(self._forward(key)())
+
+    def _forward(self, key: int | Shape) -> Callable[[], Tensor]:
+        if isinstance(key, int):
+            return lambda: self.steps.decode(self._slots_S[:key])
+        packed = Packed.of(self._numbers, key)
+        return lambda: self.steps.packed(packed)[: self.sizes[-1]]
 
     def _leave(self, logits_RV: Tensor) -> None:
         self.logits_SV[: len(logits_RV)].copy_(logits_RV)
@@ -201,20 +195,25 @@ class Graphs:
 
     # ------------------------------------------------------------ captures
 
-    def _capture_forward(
-        self, what: str, forward: Callable[[], Tensor], slots: Sequence[int], live: int
-    ) -> Captured | None:
-        """Capture, and compare a replay with the same code run directly: equal bit for bit in the rows that count."""
+    def _capture_forward(self, key: int | Shape, slots: Sequence[int], live: int) -> None:
+        """Capture a forward pass that is not yet there, with the inputs that are in place, and leave state as it was.
+
+        A replay must equal the same code run directly, bit for bit, in the first `live` rows.
+        """
+        if key in self._forwards:
+            return
+        what = f"decode of {key} rows" if isinstance(key, int) else f"a step of {key.tokens} tokens in {key.rows} rows"
+        forward = self._forward(key)
         restore = self.steps.keep(upload(slots, self.device))
         expected_RV = forward()[:live].clone()
         restore()
         captured = self._captured(what, lambda: self._leave(forward()))
-        if captured is None:
-            return None
-        captured.graph.replay()
-        same = torch.equal(self.logits_SV[:live], expected_RV)
-        restore()
-        return captured if same else self._fail(what, "its replay differs from the same code run directly")
+        if captured is not None:
+            captured.graph.replay()
+            if not torch.equal(self.logits_SV[:live], expected_RV):
+                captured = self._fail(what, "its replay differs from the same code run directly")
+            restore()
+        self._forwards[key] = captured
 
     def _capture_draw(self, size: int, features: Features) -> None:
         self._place([PAD_SLOT] * size)
