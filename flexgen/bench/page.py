@@ -36,6 +36,7 @@ def results_page(results: Sequence[Result]) -> str:
         "- **rollout**: 256 prompts of 256 tokens, 512 new tokens each, temperature 1, with logprobs, whole call.",
         "- **bound**: the bytes that a decode step must read (weights, of experts those that the step's tokens go to, keys, "
         "values and state at their mean length) over 4.15 TB/s. Prefill, which a whole call includes, is not in it.",
+        "- **start-up** depends on the compiler's cache: docs/performance.md has first and later starts.",
         "- **vLLM**: 0.26.0 on the same kind of card and workloads, from an earlier measurement. Its figures for "
         "gpt-oss-20b are loose upper figures: its dummy weights sent all tokens to the same experts.",
         "",
