@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +66,15 @@ class Steps:
     decode  (slots_R,) -> logits (R, V) after the last token of each slot
     packed  Packed -> logits (R, V) after its last tokens
     draw    (logits_RV, slots_R, features) -> Sampled
-    keep    (slots_R,) -> a function that puts their recurrent state back to what it is now
+    clear   (slots_R,) -> None: zero their recurrent state
+    keep    (slots_R,) -> a function that puts their recurrent state back to what it is now, of which it holds a copy
     reads   all tensors that these read at fixed addresses, by name
     """
 
     decode: Callable[[Tensor], Tensor]
     packed: Callable[[Packed], Tensor]
     draw: Callable[[Tensor, Tensor, Features], Sampled]
+    clear: Callable[[Tensor], None]
     keep: Callable[[Tensor], Callable[[], None]]
     reads: Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -111,11 +114,11 @@ class Graphs:
             for each in features:
                 self._capture_draw(size, each)
             self._place(slots)
-            self._capture_forward(size, slots, size)
+            self._capture_forward(size, slots, size, fresh=True)
         for shape in reversed(self.shapes):
             slots = [1 + row % self.sizes[-1] for row in range(shape.rows)]
             self._pack([Piece(slot, 0, (0,) * _TOKENS_OF_ROW) for slot in slots], ())
-            self._capture_forward(shape, slots, min(shape.rows, self.sizes[-1]))
+            self._capture_forward(shape, slots, min(shape.rows, self.sizes[-1]), fresh=True)
 
     def decode_step(self, slots: Sequence[int], features: Features) -> Sampled:
         """One token for each of `slots`: the first rows of the result; padding rows follow."""
@@ -195,16 +198,17 @@ class Graphs:
 
     # ------------------------------------------------------------ captures
 
-    def _capture_forward(self, key: int | Shape, slots: Sequence[int], live: int) -> None:
+    def _capture_forward(self, key: int | Shape, slots: Sequence[int], live: int, fresh: bool = False) -> None:
         """Capture a forward pass that is not yet there, with the inputs that are in place, and leave state as it was.
 
-        A replay must equal the same code run directly, bit for bit, in the first `live` rows.
+        A replay must equal the same code run directly, bit for bit, in the first `live` rows. `fresh`: state is zero.
         """
         if key in self._forwards:
             return
         what = f"decode of {key} rows" if isinstance(key, int) else f"a step of {key.tokens} tokens in {key.rows} rows"
         forward = self._forward(key)
-        restore = self.steps.keep(upload(slots, self.device))
+        slots_R = upload(slots, self.device)
+        restore = partial(self.steps.clear, slots_R) if fresh else self.steps.keep(slots_R)
         expected_RV = forward()[:live].clone()
         restore()
         captured = self._captured(what, lambda: self._leave(forward()))

@@ -142,7 +142,14 @@ class Runner:
     @torch.no_grad()
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:
         """Run by CUDA graphs from now on: decode of `sizes`, all captured now, or each when it is first met."""
-        steps = Steps(self.decode_logits, self.packed_logits, self.draw, self._keep_state, self._captured_tensors)
+        steps = Steps(
+            self.decode_logits,
+            self.packed_logits,
+            self.draw,
+            self.cache.clear_state,
+            self._keep_state,
+            self._captured_tensors,
+        )
         shapes = packed_shapes(*self._most_captured(), self.cache.block_size)
         dtype = self.model.head_dtype or self.model.dtype
         logits_SV = torch.zeros((sizes[-1], self.model.dims.vocab), dtype=dtype, device=self.device)
