@@ -235,7 +235,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the device
                 result = run()
         except RuntimeError as error:  # an operation that cannot be captured: the step still runs, and the report says so
             return self._fail(what, str(error).splitlines()[0])

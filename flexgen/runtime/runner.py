@@ -2,8 +2,9 @@
 
 Each running request owns a slot, and device tables indexed by slot hold all that a decode step needs: last token, length,
 block tables, sampling parameters. A decode step is therefore two functions of the slots alone, `decode_logits` (gather,
-forward, head) and `draw` (sample, write last token and length back), which a CUDA graph can hold per batch size. The host
-uploads only what changed and reads tokens one step late.
+forward, head) and `draw` (sample, write last token and length back), which CUDA graphs hold, one each a batch size. A step
+with prompts is `packed_logits` of some numbers from the host, and the same `draw`. The host uploads only what changed and
+reads tokens one step late.
 """
 
 from __future__ import annotations
@@ -143,12 +144,12 @@ class Runner:
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:
         """Run by CUDA graphs from now on: decode of `sizes`, all captured now, or each when it is first met."""
         steps = Steps(
-            self.decode_logits,
-            self.packed_logits,
-            self.draw,
-            self.cache.clear_state,
-            self._keep_state,
-            self._captured_tensors,
+            decode=self.decode_logits,
+            packed=self.packed_logits,
+            draw=self.draw,
+            clear=self.cache.clear_state,
+            keep=self._keep_state,
+            reads=self._captured_tensors,
         )
         shapes = packed_shapes(*self._most_captured(), self.cache.block_size)
         dtype = self.model.head_dtype or self.model.dtype
