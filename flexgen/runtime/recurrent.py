@@ -117,14 +117,14 @@ def _delta_rule_cuda(
     starts_R: Tensor,
     state_R: Tensor,
 ) -> Tensor:
-    """Triton kernels, and for prompts flash-linear-attention's where it is installed. See `prefill_backend`."""
+    """Triton kernels; see `prefill_backend` for long prompts."""
     from flexgen.runtime.kernels.delta_rule import delta_prefill, delta_step  # Triton is there where CUDA is
 
     inputs = (q_THk, k_THk, v_TVv, g_TV, beta_TV, state)
     if v_TVv.shape[0] == state_R.shape[0]:
         return delta_step(*inputs, state_R)
-    prefill = flash_linear_attention if prefill_backend(v_TVv.device, v_TVv.dtype) == FLA else delta_prefill
-    return prefill(*inputs, starts_R, state_R)
+    long = v_TVv.shape[0] > _CAPTURED_TOKENS and prefill_backend(v_TVv.device, v_TVv.dtype) == FLA
+    return (flash_linear_attention if long else delta_prefill)(*inputs, starts_R, state_R)
 
 
 operator("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
@@ -132,11 +132,14 @@ operator("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_r
 
 FLA = "flash-linear-attention"
 
+_CAPTURED_TOKENS = 1024
+"""flash-linear-attention makes the host wait, to count chunks, which steps that graphs may hold must not."""
+
 
 @cache
 def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """What runs prompts: the plain form on a host; on CUDA flash-linear-attention if installed (it takes 16 bits only),
-    else Triton. Of the three, flash-linear-attention alone makes the host wait for the device, to count chunks.
+    """What runs long prompts: the plain form on a host; on CUDA flash-linear-attention if installed (it takes 16 bits
+    only), else Triton, which always runs short ones.
     """
     if device.type != "cuda":
         return "plain"
@@ -145,7 +148,8 @@ def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     """The choice, for reports."""
-    return f"prefill {prefill_backend(device, dtype)}, decode {'Triton' if device.type == 'cuda' else 'plain'}"
+    decode = "Triton" if device.type == "cuda" else "plain"
+    return f"long prompts {prefill_backend(device, dtype)}, short ones and decode {decode}"
 
 
 def flash_linear_attention(
