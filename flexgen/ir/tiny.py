@@ -5,6 +5,7 @@ The same rules hold for `checkpoint.defaults` as far as they can: a default that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,9 @@ class _Tiny:
 
     def _unread(self, field: str, at: SpecPath, place: SpecPath, names: set[str]) -> None:
         near = nearest(field, {*names, "model_type"} if place == TINY else names)
+        if near and self._is_slip(near, field):
+            self._misread(near, self._reader(near)[-1], field)
+            return
         if near:
             self.misspelt.add(near)
         help = f"did you mean `{near}`?" if near else "remove it, or read it in `dims`, `require` or `schedule`"
@@ -154,6 +158,31 @@ class _Tiny:
         if place == DEFAULTS:
             code, message = "SPEC010", f"the default of `{field}` has no effect: nothing reads it"
         self.problems.add(code, message, at, key=True, help=help, note=note)
+
+    def _is_slip(self, read: str, field: str, margin: int = 0) -> bool:
+        """Whether the one dim that reads a field misspells it, and not `tiny`, as far as other words of the spec tell.
+
+        margin  by how many words that occur nowhere else the misspelt name must have more
+        """
+        paths = {item.path for item in self.reads.get(read, ())}
+        is_dim = len(paths) == 1 and all(path[0] == "dims" for path in paths)
+        if not is_dim or read in (*self.ropes, *self.require) or _look(self.config, read) is not None:
+            return False
+        others = {*self.reads, *self.ropes, *self.require, *self.model.dims, *_names(self.config)} - {read, field}
+        words = set().union(*map(_words, others))
+        return len(_words(read) - words) >= len(_words(field) - words) + margin
+
+    def _misread(self, field: str, dim: str | int, near: str) -> None:
+        """Report a field that a dim reads and no config has, once, at its name in the dim."""
+        if field in self.misspelt:
+            return
+        self.misspelt.add(field)
+        name = next(name for name in self.scope.exprs[str(dim)].names() if name.dotted == field)
+        place = TINY if _has(self.model.tiny, near) else DEFAULTS
+        note = (f"`{near}` is given here", (*place, *near.split(".")))
+        message = f"`{dim}` reads `{field}`, which neither `tiny` nor `defaults` has"
+        help, within = f"did you mean `{near}`?", (name.start, name.end)
+        self.problems.add("SPEC024", message, ("dims", dim), help=help, within=within, note=note)
 
     def _reader(self, field: str) -> SpecPath:
         if field in self.reads:
@@ -231,10 +260,11 @@ class _Tiny:
                 help = f"did you mean `{near}`?" if near else "give its default, null where it is absent"
                 self.problems.add("SPEC023", message, at, key=True, help=help)
             elif not holds(value := _look(self.config, field), wanted):
-                place = (*TINY, *field.split(".")) if inside else TINY
+                place = (*(TINY if inside else DEFAULTS), *field.split("."))
                 origin = "" if inside else " by default"
                 message = f"`{field}` of `tiny` is {_shown(value)}{origin}, which `require` rules out"
-                self.problems.add("SPEC024", message, place, key=not inside, note=("required here", at))
+                help = None if inside else f"give `{field}` in `tiny`, or another default"
+                self.problems.add("SPEC024", message, place, help=help, note=("required here", at))
 
     # ------------------------------------------------------------ numbers
 
@@ -250,9 +280,11 @@ class _Tiny:
                     expr.alternatives[-1].evaluate(seen)  # the load computes the default whether it is needed or not
             except ExpressionError as error:
                 missing = [field for field in fields if seen[field] is None]
-                if not self.misspelt.intersection(missing):
+                near = nearest(missing[0], {*self.scope.exprs, *self.config} - {name}) if missing else None
+                if near in self.config and self._is_slip(missing[0], near, margin=1):
+                    self._misread(missing[0], name, near)
+                elif not self.misspelt.intersection(missing):
                     shown = f"lacks `{missing[0]}`" if missing else f"does not fit: {error.message}"
-                    near = nearest(missing[0], {*self.scope.exprs, *self.config} - {name}) if missing else None
                     help = f"add it, or did `dims.{name}` mean `{near}`?" if near else None
                     note = ("read here", ("dims", name))
                     self.problems.add("SPEC024", f"`tiny` {shown}", TINY, key=True, help=help, note=note)
@@ -390,6 +422,17 @@ def _has(config: Any, field: str) -> bool:
     *parents, last = field.split(".")
     node = _look(config, ".".join(parents)) if parents else config
     return isinstance(node, dict) and last in node
+
+
+def _names(config: Any) -> Iterator[str]:
+    """The names of a config's fields, at any depth."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        yield key
+        yield from _names(value)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[._]", name))
 
 
 def _shown(value: Any) -> str:
