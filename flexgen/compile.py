@@ -10,7 +10,7 @@ from pathlib import Path
 from flexgen.assets import root
 from flexgen.errors import FlexError
 from flexgen.ir.architecture import Architecture
-from flexgen.ir.resolve import resolve, unknown_names
+from flexgen.ir.resolve import mistakes_beside, resolve
 from flexgen.spec.diagnostics import Diagnostic, SpecError, merge_cascades
 from flexgen.spec.load import load_spec
 
@@ -56,7 +56,7 @@ def check(path: Path) -> Checked:
     try:
         return Checked(path, resolve(load_spec(path, shown(path))), ())
     except SpecError as error:
-        others = unknown_names(error.mended) if error.mended else ()
+        others = mistakes_beside(error.mended) if error.mended else ()
         return Checked(path, None, tuple(merge_cascades([*error.diagnostics, *others])))
 
 

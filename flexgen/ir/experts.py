@@ -69,7 +69,7 @@ class Experts:
         rows: list[ir.Row] = []
         for index, step in enumerate(router.input):
             path = (*here, "input", index)
-            fields: dict[str, Any] = {"comment": step.why}
+            fields: dict[str, Any] = {"comment": getattr(step, "why", None)}
             if isinstance(step, models.NormStep):
                 op, norm = "norm", self._input_norm(step, path)
                 fields = {"norm": norm, "comment": norm_why(step, norm)}

@@ -18,7 +18,7 @@ def schedule(model: models.SpecModel, scope: Scope, problems: Problems) -> tuple
     rules = [_rule(rule, ("schedule", index), model, scope, problems) for index, rule in enumerate(model.schedule)]
     used = {name for rule in model.schedule for name in _kinds_of(rule)}
     for name in model.kinds:
-        if name not in used and ("kinds", name) not in problems.meant:
+        if name not in used and not problems.is_meant(("kinds", name)):
             message = f"kind `{name}` is chosen by no rule of the schedule"
             problems.add("SPEC010", message, ("kinds", name), key=True, help="schedule it or remove it")
     if not any((rule.all or rule.pattern or rule.by) and not rule.when for rule in model.schedule):

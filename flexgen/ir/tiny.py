@@ -67,7 +67,6 @@ class _Tiny:
         self.misspelt: set[str] = set()
 
     def check(self) -> None:
-        before = len(self.problems.found)
         self._model_type()
         self._ignored()
         for place, node in ((TINY, self.model.tiny), (DEFAULTS, self.model.checkpoint.defaults)):
@@ -75,16 +74,17 @@ class _Tiny:
         self._fences()
         self._ropes_are_there()
         values = self._dims()
-        if len(self.problems.found) == before:
-            self._heads(values)
-            self._rotations(values)
-            self._schedule(values)
+        self.problems.raise_if_any()
+        self._heads(values)
+        self._rotations(values)
+        self._schedule(values)
 
     # ------------------------------------------------------------ what the spec reads
 
     def _dim_reads(self) -> Iterator[tuple[str, Read]]:
         for name, expr in self.scope.exprs.items():
             want = self.types[name] if isinstance(expr, Name | Or) else "number"
+            want = "number" if want == "int" and self.problems.is_open else want  # what is wrong may use it as another type
             for field in self._fields_of(name):
                 yield field, Read(want, ("dims", name))
         if self.model.ropes:
@@ -152,6 +152,8 @@ class _Tiny:
             return
         if near:
             self.misspelt.add(near)
+        if self.problems.is_open and (near is None or _look(self.config, near) is not None):
+            return  # what is wrong may read it
         help = f"did you mean `{near}`?" if near else "remove it, or read it in `dims`, `require` or `schedule`"
         note = (f"`{near}` is read here", self._reader(near)) if near else None
         code, message = ("SPEC024", f"`tiny` has `{field}`, which nothing in the spec reads")

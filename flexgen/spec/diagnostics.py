@@ -87,7 +87,7 @@ class Diagnostic:
 class SpecError(FlexError):
     """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake.
 
-    `mended` is the spec with those undone, where they can be: later passes find the others in it.
+    `mended` is the spec with holes for those of shape, where they can be filled: later passes find the others in it.
     """
 
     def __init__(self, diagnostics: Iterable[Diagnostic], mended: Any = None) -> None:

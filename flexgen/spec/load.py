@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flexgen.spec.diagnostics import Diagnostic, Note, Span, SpecError, SpecPath, nearest
+from flexgen.spec.diagnostics import Diagnostic, Note, Span, SpecError, SpecPath, merge_cascades, nearest
+from flexgen.spec.mend import Mended, mended, misspelt, renamed
 from flexgen.spec.models import SECTIONS_WITH_LIKE, SpecModel
-from flexgen.spec.shapes import explain, field_names, mended, model_at
+from flexgen.spec.shapes import explain, field_names, model_at
 from flexgen.spec.source import Document
 from flexgen.spec.source import load as load_document
 
@@ -67,19 +68,24 @@ def shape(document: Document) -> Spec:
         model = SpecModel.model_validate(data)
     except ValidationError as error:
         where = Spec(model=None, document=document, data=data, origins=origins)  # type: ignore[arg-type]
-        raise SpecError([*found, *explain(error, data, where)], mended=_mended(error, where)) from None
+        found += explain(error, data, where)
+        if fields := misspelt(error, where):
+            raise _as_if_spelt(document, fields, found) from None
+        raise SpecError(found, mended=mended(where)) from None
     if found:
         raise SpecError(found)
     return Spec(model, document, data, origins)
 
 
-def _mended(error: ValidationError, spec: Spec) -> Spec | None:
-    """The spec with its mistakes of shape undone, so that its other mistakes show; None where they cannot be undone."""
-    data = mended(error, spec.data)
+def _as_if_spelt(document: Document, fields: list[tuple[SpecPath, str]], found: list[Diagnostic]) -> SpecError:
+    """The error of a document with misspelt fields, and with what is wrong of shape once they are right."""
+    for path, name in sorted(fields, key=lambda item: -len(item[0])):  # inner ones first: a path names outer ones as written
+        document = renamed(document, path, name)
+    known = [replace(item, settles=()) for item in merge_cascades(found)]
     try:
-        return data and replace(spec, model=SpecModel.model_validate(data), data=data)
-    except ValidationError:
-        return None
+        return SpecError(known, mended=Mended(spec := shape(document), spec.data))
+    except SpecError as error:
+        return SpecError([*known, *error.diagnostics], mended=error.mended)
 
 
 def locate(document: Document, path: SpecPath, *, key: bool = False, within: tuple[int, int] | None = None) -> Span:

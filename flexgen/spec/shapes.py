@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import types
 import typing
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from pydantic import BaseModel, Discriminator, Tag, ValidationError
 
 from flexgen.spec.diagnostics import Diagnostic, SpecPath, nearest
-from flexgen.spec.models import Attention, SpecModel
+from flexgen.spec.models import SECTIONS_WITH_LIKE, Attention, SpecModel
 
 if TYPE_CHECKING:
     from flexgen.spec.load import Spec
@@ -30,29 +29,25 @@ _TYPES = {
 def explain(error: ValidationError, data: Any, spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each place that pydantic refused, the first reason of each."""
     seen: dict[tuple[SpecPath, bool], Diagnostic] = {}
-    for item in error.errors(include_url=False, include_context=True, include_input=True):
+    items = error.errors(include_url=False, include_context=True, include_input=True)
+    for item in sorted(items, key=lambda item: (item["type"] == "literal_error", -len(item["loc"]))):
         path, missing = _data_path(item["loc"], data)
-        place = (path, False) if missing is None else ((*path, missing), True)
-        if place not in seen and spec.origin(path) == path:
+        is_missing = item["type"] == "missing"
+        if is_missing and _inherits(path, spec):  # its base lacks it too
+            continue
+        place = ((*path, missing), True) if is_missing or missing == "[key]" else (path, False)
+        is_tried = any(other[: len(path)] == path for other, _ in seen) and item["type"] == "literal_error"
+        if place not in seen and not is_tried and spec.origin(path) == path:
             seen[place] = _explain(item, path, missing, data, spec)
     return list(seen.values())
 
 
-def mended(error: ValidationError, data: Any) -> Any:
-    """The data without its unknown fields and with a right choice for each wrong one; None where more than that is wrong."""
-    data = copy.deepcopy(data)
-    for item in error.errors(include_url=False):
-        path, missing = _data_path(item["loc"], data)
-        if missing is not None or len(path) < 2:
-            return None
-        holder, choices = _at(data, path[:-1]), literals_at(path, data)
-        if item["type"] == "extra_forbidden" and len(path) > 2:  # a section that is misspelt is missed everywhere
-            del holder[path[-1]]
-        elif item["type"] == "literal_error" and choices:
-            holder[path[-1]] = choices[0]
-        else:
-            return None
-    return data
+def _inherits(path: SpecPath, spec: Spec) -> bool:
+    """Whether a path is an entry that takes its fields from another one."""
+    entries = spec.document.data.get(path[0]) if len(path) == 2 and path[0] in SECTIONS_WITH_LIKE else None
+    entry = entries.get(path[1]) if isinstance(entries, dict) else None
+    base = entry.get("like") if isinstance(entry, dict) else None
+    return isinstance(base, str) and base != path[1] and base in entries
 
 
 def _data_path(loc: tuple[str | int, ...], data: Any) -> tuple[SpecPath, str | None]:

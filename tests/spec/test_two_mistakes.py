@@ -1,0 +1,77 @@
+"""A mistake of shape in one entry hides no mistake of meaning in another, and is never the cause of a message about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mutations
+import pytest
+from mutations import Text
+
+from flexgen.assets import root
+from flexgen.compile import check
+from flexgen.spec.diagnostics import Diagnostic, SpecPath
+
+SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
+
+
+def shape_mistakes(text: Text) -> list[tuple[SpecPath, str]]:
+    """Fields and entries, each with the text of the spec where it is misspelt, missing or of a wrong type."""
+    found = []
+    for path in mutations.paths(text.document.data):
+        free = any(path[: len(place)] == place for place in mutations.FREE)
+        if free or (path[-1] in ("why", "like", "embedding", "kinds") and len(path) > 1) or path[:-1][:1] == ("kinds",):
+            continue
+        if isinstance(path[-1], str) and (len(path) == 1 or mutations.model_at(path[:-1], text.document.data)):
+            found.append((path, text.misspelt(path)))
+            if mutations.required(text.document, path) and text.is_flow(path):
+                found.append((path, text.deleted(path)))
+        if len(path) > 1:
+            found.append((path, text.retyped(path, mutations.other_type(text.document.data_at(path)))))
+    return found
+
+
+def verdict(text: str, folder: Path) -> tuple[Diagnostic, ...]:
+    file = folder / "spec.yaml"
+    file.write_text(text, "utf-8")
+    return check(file).diagnostics
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mistake_of_shape_alone_is_one_message(spec, tmp_path):
+    text = Text((root("specs") / f"{spec}.yaml").read_text("utf-8"))
+    wrong = []
+    for path, broken in shape_mistakes(text):
+        found = verdict(broken, tmp_path)
+        if len(found) != 1:
+            wrong.append((path, [f"{item.span.line}: {item.message}" for item in found]))
+    assert not wrong
+
+
+MEANT: dict[str, tuple[SpecPath, str]] = {
+    "unknown norm": (("head", "norm", "norm"), "nowhere"),
+    "unknown dim": (("head", "tied"), "nowhere"),
+    "listed twice": (("checkpoint", "prefix"), "[model, model]"),
+    "tiny": (("tiny", "model_type"), "nowhere"),
+}
+SAMPLE = 11
+
+
+@pytest.mark.parametrize("meant", MEANT)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_mistake_of_shape_hides_none_of_meaning(spec, meant, tmp_path):
+    """Both are reported, each at its line, and nothing else."""
+    where, value = MEANT[meant]
+    original = (root("specs") / f"{spec}.yaml").read_text("utf-8")
+    text = Text(Text(original).retyped(where, value))
+    assert len(verdict(text.text, tmp_path)) == 1
+    wrong = []
+    for path, broken in shape_mistakes(text)[len(meant) % SAMPLE :: SAMPLE]:
+        if path[0] not in ("norms", "attention", "gdn", "mlp", "moe", "embedding") or len(path) < 3:
+            continue
+        found = verdict(broken, tmp_path)
+        lines = sorted(item.span.line for item in found)
+        line = Text(broken).document.value_span(where).line  # a value of many lines may have become short
+        if len(found) != 2 or line not in lines:
+            wrong.append((path, line, [f"{item.span.line}: {item.message}" for item in found]))
+    assert not wrong
