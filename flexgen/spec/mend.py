@@ -14,7 +14,16 @@ from pydantic import BaseModel, ValidationError
 
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath, nearest
-from flexgen.spec.shapes import _at, _bare, _data_path, _model, annotation_at, field_names, literals_at, model_at
+from flexgen.spec.shapes import (
+    annotation_at,
+    bare_annotation,
+    data_path,
+    field_names,
+    literals_at,
+    model_at,
+    model_class,
+    value_at,
+)
 from flexgen.spec.source import Document
 
 if TYPE_CHECKING:
@@ -67,11 +76,11 @@ def misspelt(error: ValidationError, spec: Spec) -> list[tuple[SpecPath, str]]:
     """The unknown fields that stand for a known one that is not given, each with that one."""
     found = []
     for item in error.errors(include_url=False):
-        path, _ = _data_path(item["loc"], spec.data)
+        path, _ = data_path(item["loc"], spec.data)
         if item["type"] == "extra_forbidden" and spec.origin(path) == path:
             model = model_at(path[:-1], spec.data)
             near = nearest(str(path[-1]), field_names(model) if model else [])
-            if near and near not in _at(spec.document.data, path[:-1]) and near not in [name for _, name in found]:
+            if near and near not in value_at(spec.document.data, path[:-1]) and near not in [name for _, name in found]:
                 found.append((path, near))
     return found
 
@@ -84,7 +93,7 @@ def renamed(document: Document, path: SpecPath, name: str) -> Document:
         return {(*new, *at[depth:]) if at[:depth] == path else at: span for at, span in spans.items()}
 
     data = copy.deepcopy(document.data)
-    holder = _at(data, path[:-1])
+    holder = value_at(data, path[:-1])
     items = [(name if key == path[-1] else key, value) for key, value in holder.items()]
     holder.clear()
     holder.update(items)
@@ -100,7 +109,7 @@ def mended(spec: Spec) -> Mended | None:
             models.SpecModel.model_validate(data)
             return found
         except ValidationError as error:
-            items = [(*_data_path(item["loc"], data), item["type"]) for item in error.errors(include_url=False)]
+            items = [(*data_path(item["loc"], data), item["type"]) for item in error.errors(include_url=False)]
             known = [path for hole in found.holes.values() for path in hole.paths]
             opened: list[SpecPath] = []
             for path, missing, kind in sorted(items, key=lambda item: len(item[0])):
@@ -125,7 +134,7 @@ def _open(path: SpecPath, missing: str | None, kind: str, data: Any, found: Mend
     else:
         if kind == "missing":
             _put(data, path, None)
-        fillings = list(_fillings(path, data, _at(data, path)))
+        fillings = list(_fillings(path, data, value_at(data, path)))
     if not fillings:
         return False
     key = found.spec.origin(path)
@@ -136,7 +145,7 @@ def _open(path: SpecPath, missing: str | None, kind: str, data: Any, found: Mend
 
 
 def _put(data: Any, path: SpecPath, value: Any) -> None:
-    holder = _at(data, path[:-1])
+    holder = value_at(data, path[:-1])
     if value is _GONE:
         holder.pop(path[-1], None)
     else:
@@ -162,7 +171,7 @@ def _fillings(path: SpecPath, data: Any, value: Any) -> Iterator[Any]:
             yield [{"stacked": f"hole_{path[2]}", "axes": axes, **order}]
     elif path in _FREE:
         yield {}
-    elif len(path) == 1 and _model(annotation) is None and not choices:
+    elif len(path) == 1 and model_class(annotation) is None and not choices:
         yield from ({"name": ["hole"], "summary": ["hole"]}.get(str(path[0]), []))
     elif path[0] == "dims":
         yield from _config_fields(data)
@@ -183,8 +192,8 @@ def _values(path: SpecPath, data: Any, value: Any, annotation: Any, choices: lis
         near = nearest(str(value), map(str, choices))
         yield from sorted(choices, key=lambda choice: str(choice) != near)
     same = [v for p, v in _everything(data) if p[-1] == path[-1] and p != path and isinstance(v, str | int | float)]
-    if (model := _model(annotation)) is not None:
-        siblings = _at(data, path[:-1]) if _model(annotation_at(path[:-1], data)) is None else {}
+    if (model := model_class(annotation)) is not None:
+        siblings = value_at(data, path[:-1]) if model_class(annotation_at(path[:-1], data)) is None else {}
         values = siblings.values() if isinstance(siblings, dict) else siblings
         whole = [entry for entry in values if entry is not value and _fits(model, entry)]
         yield from whole or [{}]
@@ -195,7 +204,7 @@ def _values(path: SpecPath, data: Any, value: Any, annotation: Any, choices: lis
         yield from (*dict.fromkeys(same), *(name for entries in sections if isinstance(entries, dict) for name in entries))
     elif "max_length=120" in written:
         yield from _config_fields(data)
-    elif "max_length=200" in written and get_origin(_bare(annotation)) is not list:
+    elif "max_length=200" in written and get_origin(bare_annotation(annotation)) is not list:
         yield "hole" + "".join(f"_{step}" for step in path)
     elif isinstance(value, str) and path[-1] == "model_types":
         yield [value]
@@ -213,7 +222,7 @@ def _takes(annotation: Any, wanted: Any) -> bool:
 
 
 def _is_step(path: SpecPath, annotation: Any) -> bool:
-    return isinstance(path[-1], int) and _takes(_bare(annotation), models.NormStep) and len(path) > 2
+    return isinstance(path[-1], int) and _takes(bare_annotation(annotation), models.NormStep) and len(path) > 2
 
 
 def _everything(node: Any, path: SpecPath = ()) -> Iterator[tuple[SpecPath, Any]]:

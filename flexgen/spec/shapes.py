@@ -31,7 +31,7 @@ def explain(error: ValidationError, data: Any, spec: Spec) -> list[Diagnostic]:
     seen: dict[tuple[SpecPath, bool], Diagnostic] = {}
     items = error.errors(include_url=False, include_context=True, include_input=True)
     for item in sorted(items, key=lambda item: (item["type"] == "literal_error", -len(item["loc"]))):
-        path, missing = _data_path(item["loc"], data)
+        path, missing = data_path(item["loc"], data)
         is_missing = item["type"] == "missing"
         if is_missing and _inherits(path, spec):  # its base lacks it too
             continue
@@ -50,7 +50,7 @@ def _inherits(path: SpecPath, spec: Spec) -> bool:
     return isinstance(base, str) and base != path[1] and base in entries
 
 
-def _data_path(loc: tuple[str | int, ...], data: Any) -> tuple[SpecPath, str | None]:
+def data_path(loc: tuple[str | int, ...], data: Any) -> tuple[SpecPath, str | None]:
     """The part of `loc` that exists in the data, union tags dropped, and the name of a missing field."""
     path: list[str | int] = []
     node = data
@@ -69,7 +69,7 @@ def _data_path(loc: tuple[str | int, ...], data: Any) -> tuple[SpecPath, str | N
 
 def _explain(item: Any, path: SpecPath, missing: str | None, data: Any, spec: Spec) -> Diagnostic:
     kind = item["type"]
-    value = _at(data, path)
+    value = value_at(data, path)
     name = str(path[-1]) if path else "spec"
     if kind == "missing":
         owner = f"`{name}`" if path else "the spec"
@@ -162,7 +162,8 @@ def _field_help(path: SpecPath, data: Any, field: str) -> str | None:
     return info.description if info else None
 
 
-def _at(data: Any, path: SpecPath) -> Any:
+def value_at(data: Any, path: SpecPath) -> Any:
+    """The value at a path that exists."""
     for element in path:
         data = data[element]
     return data
@@ -182,7 +183,7 @@ def annotation_at(path: SpecPath, data: Any) -> Any:
     node = data.document.data if hasattr(data, "document") else data
     for element in path:
         annotation = _settle(annotation, node)
-        model = _model(annotation)
+        model = model_class(annotation)
         if model is not None:
             names = {info.alias or name: info for name, info in model.model_fields.items()}
             info = names.get(str(element))
@@ -190,7 +191,7 @@ def annotation_at(path: SpecPath, data: Any) -> Any:
                 return Any
             annotation = _full(info)
         else:
-            arguments = get_args(_bare(annotation))
+            arguments = get_args(bare_annotation(annotation))
             annotation = arguments[-1] if arguments else Any
         node = node[element] if isinstance(node, dict | list) else None
     return _settle(annotation, node)
@@ -204,7 +205,7 @@ def _full(info: Any) -> Any:
 
 def model_at(path: SpecPath, data: Any) -> type[BaseModel] | None:
     """The model that describes the mapping at a path."""
-    return _model(annotation_at(path, data))
+    return model_class(annotation_at(path, data))
 
 
 def literals_at(path: SpecPath, data: Any) -> list[Any]:
@@ -220,18 +221,20 @@ def _literals(annotation: Any) -> Iterator[Any]:
             yield from _literals(argument)
 
 
-def _bare(annotation: Any) -> Any:
+def bare_annotation(annotation: Any) -> Any:
+    """An annotation without the constraints around it."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return annotation
 
 
-def _model(annotation: Any) -> type[BaseModel] | None:
-    annotation = _bare(annotation)
+def model_class(annotation: Any) -> type[BaseModel] | None:
+    """The model that an annotation takes, optional or not; None if it takes none."""
+    annotation = bare_annotation(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
-        return next((model for model in map(_model, get_args(annotation)) if model is not None), None)
+        return next((model for model in map(model_class, get_args(annotation)) if model is not None), None)
     return None
 
 
