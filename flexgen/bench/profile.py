@@ -19,7 +19,7 @@ _GROUPS = (
     ("experts", ("_gate_up_", "_down_")),
     ("attention", ("_attend_kernel", "_merge_kernel")),
     ("state", ("_delta_kernel", "_conv_kernel")),
-    ("matrix products", ("gemm", "nvjet", "gemv", "cutlass", "splitK", "cublas")),
+    ("matrix products", ("gemm", "nvjet", "gemv", "_linear_", "cutlass", "splitK", "cublas")),
 )
 """Kernels that read weights, keys, values or state; everything else moves activations."""
 

@@ -29,31 +29,25 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def project(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + b, (T, O). One token on CUDA has a kernel of its own, up to weights that cuBLAS reads at full speed."""
-    if x_TD.is_cuda and x_TD.shape[0] == 1 and weight_OD.numel() <= _GEMV_WEIGHTS:
-        return torch.ops.flexgen.linear_one(x_TD, weight_OD, bias_O)
-    return F.linear(x_TD, weight_OD, bias_O)
+    """x W^T + b, (T, O). Few tokens on CUDA have kernels of their own."""
+    return torch.ops.flexgen.linear(x_TD, weight_OD, bias_O) if x_TD.is_cuda else F.linear(x_TD, weight_OD, bias_O)
 
 
-_GEMV_WEIGHTS = 2**25
-"""Larger weights reach 4.1 of 4.15 TB/s in cuBLAS; the smaller they are, the less."""
+def _linear_cuda(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    from flexgen.runtime.kernels import linear  # Triton is there where CUDA is
+
+    return (linear.linear if linear.serves(x_TD, weight_OD) else F.linear)(x_TD, weight_OD, bias_O)
 
 
-def _linear_one_cuda(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-    from flexgen.runtime.kernels import gemv  # Triton is there where CUDA is
-
-    return gemv.linear(x_TD, weight_OD, bias_O)
-
-
-def _linear_one_fake(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+def _linear_fake(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     return x_TD.new_empty((x_TD.shape[0], weight_OD.shape[0]))
 
 
-def _linear_one_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+def _linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     return F.linear(x_TD, weight_OD, bias_O)
 
 
-operator("linear_one", cpu=_linear_one_cpu, cuda=_linear_one_cuda, fake=_linear_one_fake)
+operator("linear", cpu=_linear_cpu, cuda=_linear_cuda, fake=_linear_fake)
 
 
 def _normalise(x: Tensor, eps: float) -> Tensor:

@@ -19,21 +19,22 @@ from torch import Tensor
 
 from flexgen.runtime.abi import Step
 from flexgen.runtime.operators import operator
+from flexgen.runtime.ops import ACTIVATIONS
 
 CHUNK = 64
 """Tokens that the chunked rule takes at once."""
 
 
-def causal_conv(u_TC: Tensor, weight_CK: Tensor, state: Tensor, step: Step) -> Tensor:
-    """Depthwise causal convolution of each row's tokens, preceded by the row's state; (T, C), no activation.
+def causal_conv(u_TC: Tensor, weight_CK: Tensor, state: Tensor, step: Step, act: str | None = None) -> Tensor:
+    """Depthwise causal convolution of each row's tokens, preceded by the row's state, then the activation if any; (T, C).
 
-    state (slots, C, taps) keeps a row's last `taps` inputs and is updated. Sums are fp32, cast once at the end.
+    state (slots, C, taps) keeps a row's last `taps` inputs and is updated. Sums are fp32, cast once before the activation.
     """
-    return torch.ops.flexgen.causal_conv(u_TC, weight_CK, state, step.rows_T, step.starts_R, step.state_R)
+    return torch.ops.flexgen.causal_conv(u_TC, weight_CK, state, step.rows_T, step.starts_R, step.state_R, act)
 
 
 def _causal_conv_cpu(
-    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor
+    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor, act: str | None
 ) -> Tensor:
     taps = weight_CK.shape[-1]
     rows_T, starts_R = rows_T.long(), starts_R.long()
@@ -46,7 +47,8 @@ def _causal_conv_cpu(
     every_R = torch.arange(past_RCK.shape[0], device=u_TC.device)
     latest = [_input_at(u_TC, past_RCK, every_R, starts_R, counts_R - taps + tap) for tap in range(taps)]
     state[state_R] = torch.stack(latest, dim=-1)
-    return y_TC.to(u_TC.dtype)
+    y_TC = y_TC.to(u_TC.dtype)
+    return ACTIVATIONS[act](y_TC) if act else y_TC
 
 
 def _input_at(u_TC: Tensor, past_RCK: Tensor, rows: Tensor, starts_R: Tensor, local: Tensor) -> Tensor:
@@ -58,11 +60,11 @@ def _input_at(u_TC: Tensor, past_RCK: Tensor, rows: Tensor, starts_R: Tensor, lo
 
 
 def _causal_conv_cuda(
-    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor
+    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor, act: str | None
 ) -> Tensor:
     from flexgen.runtime.kernels.causal_conv import causal_conv  # Triton is there where CUDA is
 
-    return causal_conv(u_TC, weight_CK, state, rows_T, starts_R, state_R)
+    return causal_conv(u_TC, weight_CK, state, rows_T, starts_R, state_R, act)
 
 
 def _causal_conv_fake(u_TC: Tensor, *_: object) -> Tensor:

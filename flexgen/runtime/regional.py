@@ -32,13 +32,31 @@ class Regional:
         code = function.__code__
         own = FunctionType(code.replace(co_name=code.co_name), function.__globals__, code.co_name, function.__defaults__)
         own.__kwdefaults__ = function.__kwdefaults__
-        self._run = torch.compile(own, fullgraph=True, backend=backend)
+        options = chained() if backend == "inductor" else None
+        self._run = torch.compile(own, fullgraph=True, backend=backend, options=options)
 
     def __call__(self, *args: Any) -> Any:
         for arg in args:
             if isinstance(arg, Tensor):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
         return self._run(*args)
+
+
+def chained() -> dict[str, Any]:
+    """Options that make the compiler's kernels begin while the one before them still runs, as `kernels/launch` describes.
+
+    Each then waits ahead of its first access. Inductor leaves that out where the node before writes nothing it reads, but
+    such a node may have no kernel of its own, and the kernel before it still runs.
+    """
+    from torch._inductor.codegen.triton import TritonKernel  # only where something is compiled
+
+    def wait(kernel: Any, before: Any, *_: Any, consider_reads: bool = False) -> None:
+        if kernel._enable_pdl_codegen():
+            looped = kernel.inside_reduction and kernel.range_trees[-1].is_loop
+            (kernel.body if looped else before).writeline(kernel.GDC_WAIT)
+
+    TritonKernel._handle_pdl_before_access = wait
+    return {"triton.enable_pdl": True}
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:

@@ -61,7 +61,9 @@ def gdn_mixer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     qkv_T, z_T, b_TN, a_TN = project(x_TD, w.gdn_in).split(
         (2 * keys + values, values, dims.value_heads, dims.value_heads), dim=-1
     )
-    qkv_T = F.silu(causal_conv(qkv_T, w.gdn_conv.squeeze(1), w.gdn_conv_state, step))  # reads and writes state
+    qkv_T = causal_conv(  # reads and writes state
+        qkv_T, w.gdn_conv.squeeze(1), w.gdn_conv_state, step, act="silu"
+    )
     q_T, k_T, v_T = qkv_T.split((keys, keys, values), dim=-1)
     o_TNH = delta_rule(  # reads and writes state
         q_T.unflatten(-1, (dims.key_heads, dims.key_dim)),

@@ -25,7 +25,7 @@ else:
     from test_recurrent import KEY, VALUE, VALUE_HEADS, delta_inputs, states, step_of
 
     from flexgen.runtime import attention, moe
-    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, gemv, paged_attention, routing
+    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, linear, paged_attention, routing
     from flexgen.runtime.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.recurrent import delta_rule as delta_reference
 
@@ -211,14 +211,14 @@ else:
 
     @pytest.mark.parametrize("counts", [[1, 1, 1], [1], [5, 1, 2, 9], [3]])
     @pytest.mark.parametrize("channels, taps", [(5, 4), (300, 2), (256, 3)])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_convolution_and_its_state(counts, channels, taps, dtype):
+    @pytest.mark.parametrize("dtype, act", [(torch.float32, None), (torch.float32, "silu"), (torch.bfloat16, None)])
+    def test_convolution_and_its_state(counts, channels, taps, dtype, act):
         step = step_of(counts, [4, 2, 1, 3][: len(counts)])
         u, weight = torch.randn(sum(counts), channels + 3).to(dtype)[:, :channels], torch.randn(channels, taps).to(dtype)
         state = torch.randn(6, channels, taps).to(dtype)
         ours, theirs = state.clone(), state.clone()
-        got = causal_conv.causal_conv(u, weight, ours, step.rows_T, step.starts_R, step.state_R)
-        torch.testing.assert_close(got, recurrent_conv(u, weight, theirs, step))
+        got = causal_conv.causal_conv(u, weight, ours, step.rows_T, step.starts_R, step.state_R, act)
+        torch.testing.assert_close(got, recurrent_conv(u, weight, theirs, step, act))
         assert torch.equal(ours, theirs)
 
     @pytest.mark.parametrize("features, width", [(5, 7), (130, 1500), (64, 1024), (1, 3)])
@@ -226,5 +226,15 @@ else:
     def test_one_token_times_a_matrix(features, width, biased):
         x, wide = torch.randn(1, width), torch.randn(features, width + 5)
         bias = torch.randn(features) if biased else None
-        y = gemv.linear(x, wide[:, :width], bias)
+        y = linear.linear(x, wide[:, :width], bias)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, wide[:, :width], bias), atol=1e-4, rtol=1e-5)
+
+    @pytest.mark.parametrize("tokens, block_t", [(2, 16), (17, 32), (70, 64)])
+    @pytest.mark.parametrize("features, width, block_d", [(5, 7, 16), (130, 96, 32), (64, 64, 64)])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_few_tokens_times_a_matrix(tokens, block_t, features, width, block_d, biased):
+        x, wide = torch.randn(tokens, 2 * width)[:, ::2], torch.randn(features, width + 5)
+        bias = torch.randn(features) if biased else None
+        launch = linear.Launch(block_t, block_o=16, block_d=block_d, ahead=64, warps=4, stages=2)
+        y = linear.linear(x, wide[:, :width], bias, launch)
         torch.testing.assert_close(y, torch.nn.functional.linear(x, wide[:, :width], bias), atol=1e-4, rtol=1e-5)

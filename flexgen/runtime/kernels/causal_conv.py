@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen.runtime.kernels.activations import activate
+from flexgen.runtime.kernels.launch import CHAIN, await_previous
+
 _BLOCK_C = 256
 
 
@@ -16,12 +19,13 @@ _BLOCK_C = 256
 def _conv_kernel(  # noqa: ANN202
     u, weight, state, rows, starts, state_r, out,  # noqa: ANN001
     u_t, weight_c, state_s,  # noqa: ANN001
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, DECODE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One token's output; in decode also its row's new state."""
     token = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     live = c < CHANNELS
+    await_previous()
     row = token
     first = token
     if not DECODE:
@@ -42,7 +46,10 @@ def _conv_kernel(  # noqa: ANN202
         tl.debug_barrier()  # other warps of the program may still read what is overwritten here
         latest = tl.load(u + token.to(tl.int64) * u_t + c, mask=live, other=0.0)
         tl.store(past[:, None] + k[None, :], tl.where((k == TAPS - 1)[None, :], latest[:, None], older), mask=mask)
-    tl.store(out + token.to(tl.int64) * CHANNELS + c, sums.to(out.dtype.element_ty), mask=live)
+    y = sums.to(out.dtype.element_ty)
+    if ACT is not None:
+        y = activate(y.to(tl.float32), ACT).to(out.dtype.element_ty)
+    tl.store(out + token.to(tl.int64) * CHANNELS + c, y, mask=live)
 
 
 @triton.jit
@@ -55,6 +62,7 @@ def _state_kernel(  # noqa: ANN202
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     k = tl.arange(0, BLOCK_K)
     mask = (c < CHANNELS)[:, None] & (k < TAPS)[None, :]
+    await_previous()
     first, stop = tl.load(starts + row), tl.load(starts + row + 1)
     place = stop - first - TAPS + k
     past = state + tl.load(state_r + row).to(tl.int64) * state_s + c[:, None] * TAPS
@@ -65,7 +73,7 @@ def _state_kernel(  # noqa: ANN202
 
 
 def causal_conv(
-    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor
+    u_TC: Tensor, weight_CK: Tensor, state: Tensor, rows_T: Tensor, starts_R: Tensor, state_R: Tensor, act: str | None
 ) -> Tensor:
     """What `recurrent.causal_conv` promises: (T, C) in u's dtype; updates `state`."""
     (tokens, channels), taps, rows = u_TC.shape, weight_CK.shape[1], state_R.shape[0]
@@ -75,8 +83,8 @@ def causal_conv(
     sizes = {"CHANNELS": channels, "TAPS": taps, "BLOCK_C": _BLOCK_C, "BLOCK_K": triton.next_power_of_2(taps)}
     _conv_kernel[(tokens, blocks)](
         u_TC, weight_CK, state, rows_T, starts_R, state_R, out,
-        u_TC.stride(0), weight_CK.stride(0), state.stride(0), DECODE=tokens == rows, **sizes,
+        u_TC.stride(0), weight_CK.stride(0), state.stride(0), ACT=act, DECODE=tokens == rows, **sizes, **CHAIN,
     )  # fmt: skip
     if tokens != rows:
-        _state_kernel[(rows, blocks)](u_TC, state, starts_R, state_R, u_TC.stride(0), state.stride(0), **sizes)
+        _state_kernel[(rows, blocks)](u_TC, state, starts_R, state_R, u_TC.stride(0), state.stride(0), **sizes, **CHAIN)
     return out

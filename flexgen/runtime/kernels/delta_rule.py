@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels.launch import shared_memory
+from flexgen.runtime.kernels.launch import CHAIN, await_previous, shared_memory
 
 _BLOCK_V = 32
 _CHUNK = {2: 64, 4: 32}
@@ -30,6 +30,7 @@ def _delta_kernel(  # noqa: ANN202
     i = tl.arange(0, BLOCK_K)
     j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = (i < KEY)[:, None] & (j < VALUE)[None, :]
+    await_previous()
     slot = tl.load(state_r + row).to(tl.int64)
     at = state + slot * state_s + head * state_h + i[:, None] * VALUE + j[None, :]
     s_kv = tl.load(at, mask=mask, other=0.0)
@@ -62,7 +63,7 @@ def delta_step(
         *q_RHk.stride()[:2], *k_RHk.stride()[:2], *v_RVv.stride()[:2], g_RV.stride(0), beta_RV.stride(0),
         *state.stride()[:2], key**-0.5,
         GROUP=value_heads // key_heads, VALUE_HEADS=value_heads, KEY=key, VALUE=value,
-        BLOCK_K=triton.next_power_of_2(key), BLOCK_V=_BLOCK_V, num_warps=4,
+        BLOCK_K=triton.next_power_of_2(key), BLOCK_V=_BLOCK_V, num_warps=4, **CHAIN,
     )  # fmt: skip
     return out
 
@@ -85,6 +86,7 @@ def _solve_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """One chunk of one head: what its tokens change, as `values - keys S` of the state S that enters, and their scores."""
     n, head = tl.program_id(0), tl.program_id(1)
+    await_previous()
     row = tl.load(row_n + n)
     if row == rows:
         return
@@ -128,6 +130,7 @@ def _scan_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """One head of one row, some columns of its state: from chunk to chunk."""
     row, head = tl.program_id(1), tl.program_id(2)
+    await_previous()
     start, stop = tl.load(starts_r + row), tl.load(starts_r + row + 1)
     c, i = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -194,12 +197,12 @@ def delta_prefill(
     inner = (*q_THk.stride()[:2], *k_THk.stride()[:2])
     _solve_kernel[(chunks, value_heads)](
         q_THk, k_THk, v_TVv, g_TV, beta_TV, starts_R, row_n, index_n, values, keys, scores,
-        *inner, *v_TVv.stride()[:2], g_TV.stride(0), beta_TV.stride(0), key**-0.5, rows, **sizes, num_warps=4,
+        *inner, *v_TVv.stride()[:2], g_TV.stride(0), beta_TV.stride(0), key**-0.5, rows, **sizes, num_warps=4, **CHAIN,
     )  # fmt: skip
     _scan_kernel[(triton.cdiv(value, _BLOCK_V), rows, value_heads)](
         q_THk, k_THk, g_TV, values, keys, scores, starts_R, state, state_R, out,
         *inner, g_TV.stride(0), *state.stride()[:2], key**-0.5, **sizes, num_warps=4,
-        num_stages=_stages(chunk, key, q_THk.element_size(), v_TVv.device),
+        num_stages=_stages(chunk, key, q_THk.element_size(), v_TVv.device), **CHAIN,
     )  # fmt: skip
     return out
 

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels import gemv
-from flexgen.runtime.kernels.launch import processors
+from flexgen.runtime.kernels.activations import activate
+from flexgen.runtime.kernels.launch import CHAIN, await_previous, processors
+from flexgen.runtime.kernels.linear import blocks
 
 _BLOCK_K = 128
 
@@ -31,6 +32,7 @@ def _sort_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """One program an expert: its routes in order, its blocks, and a share of the idle blocks."""
     expert = tl.program_id(0)
+    await_previous()
     route = tl.arange(0, BLOCK_R)
     ids = tl.load(experts + route, mask=route < routes, other=count).to(tl.int32)
     mine = (ids == expert).to(tl.int32)
@@ -53,16 +55,7 @@ def _sort_kernel(  # noqa: ANN202
 def _activate(gate, ACT: tl.constexpr, ALPHA: tl.constexpr):  # noqa: ANN001, ANN202
     if ALPHA is not None:
         return gate * tl.sigmoid(ALPHA * gate)
-    elif ACT == "silu":
-        return gate * tl.sigmoid(gate)
-    elif ACT == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACT == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * tl.sigmoid(2.0 * inner)
-    else:
-        tl.static_assert(ACT == "relu", "unknown activation")
-        return tl.maximum(gate, 0.0)
+    return activate(gate, ACT)
 
 
 @triton.jit
@@ -75,6 +68,7 @@ def _gate_up_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """hidden[block rows, BLOCK_N columns] = gated(x @ gate, x @ up), rows in sorted order."""
     block = tl.program_id(1)
+    await_previous()
     start, rows = block, 1
     if SORTED:
         rows = tl.load(block_rows + block)
@@ -140,6 +134,7 @@ def _down_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """out[route, BLOCK_N columns] = routing weight * (hidden @ down), rows back in the order of the routes."""
     block = tl.program_id(1)
+    await_previous()
     start, rows = block, 1
     if SORTED:
         rows = tl.load(block_rows + block)
@@ -181,6 +176,7 @@ def _gate_up_one_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """`_gate_up_kernel` for one token and weights with contiguous rows: products without a tile of idle rows."""
     route = tl.program_id(1)
+    await_previous()
     expert = tl.load(experts + route).to(tl.int64)
     n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = n < INNER
@@ -216,6 +212,7 @@ def _down_one_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """`_down_kernel` for one token and weights with contiguous rows."""
     route = tl.program_id(1)
+    await_previous()
     expert = tl.load(experts + route).to(tl.int64)
     n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = n < WIDTH
@@ -301,12 +298,12 @@ def weighted_routes(
         x_TD.stride(0), *_strides(gate_up, layout), 0 if gate_up_bias is None else gate_up_bias.stride(0),
         **shared, CHOICES=choices, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, BLOCK_N=launch.gate_up_n,
         ACT=act, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
-        num_warps=4, num_stages=4 if launch.gate_up_n <= 32 else 3,
+        num_warps=4, num_stages=4 if launch.gate_up_n <= 32 else 3, **CHAIN,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, launch.down_n), launch.blocks)](
         hidden, down, x_TD if down_bias is None else down_bias, weights_TK, out, experts_TK, order, *of_block,
         *_strides(down, layout), 0 if down_bias is None else down_bias.stride(0),
-        **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n, num_warps=4, num_stages=4,
+        **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n, num_warps=4, num_stages=4, **CHAIN,
     )  # fmt: skip
     return out
 
@@ -328,17 +325,17 @@ def _one_token(
     choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
     hidden = x_1D.new_empty((choices, inner))
     out = x_1D.new_empty((1, choices, width), dtype=torch.float32)
-    sizes = gemv.blocks(choices * inner, width, device, tile=4096)
+    sizes = blocks(choices * inner, width, device, tile=4096)
     _gate_up_one_kernel[(triton.cdiv(inner, sizes["BLOCK_O"]), choices)](
         x_1D, gate_up, x_1D if gate_up_bias is None else gate_up_bias, hidden, experts_1K,
         *gate_up.stride()[:2], 0 if gate_up_bias is None else gate_up_bias.stride(0),
-        WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate, **sizes, num_warps=4,
+        WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate, **sizes, num_warps=4, **CHAIN,
     )  # fmt: skip
-    sizes = gemv.blocks(choices * width, inner, device)
+    sizes = blocks(choices * width, inner, device)
     _down_one_kernel[(triton.cdiv(width, sizes["BLOCK_O"]), choices)](
         hidden, down, x_1D if down_bias is None else down_bias, weights_1K, out, experts_1K,
         *down.stride()[:2], 0 if down_bias is None else down_bias.stride(0),
-        WIDTH=width, INNER=inner, BIAS=down_bias is not None, **sizes, num_warps=4,
+        WIDTH=width, INNER=inner, BIAS=down_bias is not None, **sizes, num_warps=4, **CHAIN,
     )  # fmt: skip
     return out
 
@@ -351,6 +348,6 @@ def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tenso
     _sort_kernel[(count,)](
         experts_TK, order, *of_block, routes, count, launch.blocks,
         BLOCK_M=launch.block_m, BLOCK_R=triton.next_power_of_2(routes), BLOCK_E=triton.next_power_of_2(count + 1),
-        num_warps=4,
+        num_warps=4, **CHAIN,
     )  # fmt: skip
     return (order, *of_block)

@@ -1,13 +1,48 @@
-"""What launches are sized by: shapes and the device, never data, so that a captured launch stays right."""
+"""What launches are sized by, shapes and the device, never data, so that a captured launch stays right; and their chaining.
+
+Kernels here begin while the one before them still runs (programmatic dependent launch, from Hopper on): a program may load
+what no kernel of a step writes, weights above all, and calls `await_previous` before anything else.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
+import triton
+import triton.language as tl
 
 INTERPRETED_PROCESSORS = 4
 """Stands for a device's multiprocessors where Triton's interpreter runs the kernels on a host."""
+
+
+def _chains() -> bool:
+    """Whether launches can overlap. Triton's interpreter has no such thing."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return not interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+CHAINED = tl.constexpr(_chains())
+CHAIN = {"launch_pdl": True} if CHAINED.value else {}
+"""Options of every launch whose kernel calls `await_previous`."""
+
+
+@triton.jit
+def await_previous():  # noqa: ANN201
+    """Wait until all that earlier kernels wrote is there, then let the next kernel begin."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):  # noqa: ANN001, ANN201
+    """Ask for the 128 bytes around each pointer to be brought to the L2 cache."""
+    if CHAINED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @lru_cache

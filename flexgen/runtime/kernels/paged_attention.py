@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels.launch import processors
+from flexgen.runtime.kernels.launch import CHAIN, await_previous, processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -48,6 +48,7 @@ def _attend_kernel(  # noqa: ANN202
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    await_previous()
     row = block
     start = block
     count = 1
@@ -139,6 +140,7 @@ def _merge_kernel(  # noqa: ANN202
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    await_previous()
     if not DECODE and token >= tl.load(starts + rows):
         return
     split = tl.arange(0, BLOCK_S)
@@ -229,11 +231,11 @@ def attend(
         q_TNH.stride(0), q_TNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0),
         **shared, SPLIT=launch.splits > 1, GROUP=heads // kv_heads, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
-        num_warps=launch.warps, num_stages=3,
+        num_warps=launch.warps, num_stages=3, **CHAIN,
     )  # fmt: skip
     if launch.splits > 1:
         _merge_kernel[(tokens, heads)](
             part_out, part_max, part_sum, starts_R, sinks, out, rows, tokens, launch.splits,
-            **shared, BLOCK_S=_MAX_SPLITS, BLOCK_H=launch.block_h, num_warps=4,
+            **shared, BLOCK_S=_MAX_SPLITS, BLOCK_H=launch.block_h, num_warps=4, **CHAIN,
         )  # fmt: skip
     return out

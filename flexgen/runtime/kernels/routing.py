@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen.runtime.kernels.launch import CHAIN, await_previous
+
 
 @triton.jit
 def _top_k_kernel(scores, values, ids, stride, COUNT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
+    await_previous()
     x = tl.load(scores + token * stride + expert, mask=expert < COUNT, other=float("-inf"))
     free = expert < COUNT
     for place in tl.static_range(K):
@@ -34,6 +37,6 @@ def top_k(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids_TK = scores_TE.new_empty((tokens, k), dtype=torch.int64)
     _top_k_kernel[(tokens,)](
         scores_TE, values_TK, ids_TK, scores_TE.stride(0), COUNT=count, K=k, BLOCK=triton.next_power_of_2(count),
-        num_warps=1 if count <= 128 else 2,
+        num_warps=1 if count <= 128 else 2, **CHAIN,
     )  # fmt: skip
     return values_TK, ids_TK

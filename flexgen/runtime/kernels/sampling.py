@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen.runtime.kernels.launch import CHAIN, await_previous
+
 _TILE = 4096
 _MULTIPLIER = tl.constexpr(0xD256D193)
 _WEYL = tl.constexpr(0x9E3779B9)
@@ -59,6 +61,7 @@ def _tile_kernel(  # noqa: ANN202
     RANDOM: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    await_previous()
     ids = tile * TILE + tl.arange(0, TILE)
     temperature = tl.load(temperatures + row * temperature_r)
     x = _load(logits, row, ids, stride, real, temperature, DIVIDE)
@@ -81,6 +84,7 @@ def _row_kernel(  # noqa: ANN202
     RANDOM: tl.constexpr, DIVIDE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    await_previous()
     tile = tl.arange(0, BLOCK_W)
     live = tile < tiles
     at = row * tiles + tile
@@ -108,6 +112,7 @@ def _rank_kernel(  # noqa: ANN202
     DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    await_previous()
     ids = tile * TILE + tl.arange(0, TILE)
     x = _load(logits, row, ids, stride, real, tl.load(temperatures + row * temperature_r), DIVIDE)
     above = tl.sum((x > tl.load(chosen + row)).to(tl.int64), 0)
@@ -136,14 +141,14 @@ def finish(
     strides = (logits_RV.stride(0), temperature_R.stride(0))
     _tile_kernel[(rows, tiles)](
         logits_RV, temperature_R, seeds_R, lengths_R, maxima, sums, first, scores, drawn,
-        *strides, seeds_R.stride(0), real_vocab, tiles, RANDOM=random, DIVIDE=divide, TILE=_TILE, num_warps=8,
+        *strides, seeds_R.stride(0), real_vocab, tiles, RANDOM=random, DIVIDE=divide, TILE=_TILE, num_warps=8, **CHAIN,
     )  # fmt: skip
     _row_kernel[(rows,)](
         logits_RV, temperature_R, maxima, sums, first, scores, drawn, tokens_R, logprobs_R, chosen_R, totals_R, ranks_R,
-        *strides, real_vocab, tiles, RANDOM=random, DIVIDE=divide, BLOCK_W=triton.next_power_of_2(tiles),
+        *strides, real_vocab, tiles, RANDOM=random, DIVIDE=divide, BLOCK_W=triton.next_power_of_2(tiles), **CHAIN,
     )  # fmt: skip
     _rank_kernel[(rows, tiles)](
-        logits_RV, temperature_R, chosen_R, ranks_R, *strides, real_vocab, DIVIDE=divide, TILE=_TILE, num_warps=8,
+        logits_RV, temperature_R, chosen_R, ranks_R, *strides, real_vocab, DIVIDE=divide, TILE=_TILE, num_warps=8, **CHAIN,
     )  # fmt: skip
     return tokens_R, logprobs_R, ranks_R, _all_logprobs(logits_RV, temperature_R, totals_R, real_vocab, divide) if keep else None
 
