@@ -23,7 +23,7 @@ from flexgen.bench.bound import H200_BYTES_PER_SECOND
 from flexgen.runtime import attention, moe, recurrent
 from flexgen.runtime.kernels import paged_attention
 from flexgen.runtime.kernels.delta_rule import delta_step
-from flexgen.runtime.kernels.experts import weighted_routes
+from flexgen.runtime.kernels.experts import route_outputs
 
 DEVICE = torch.device("cuda")
 LIMIT = 1e-2
@@ -119,7 +119,7 @@ def expert_weights(count, width, inner, layout, interleaved, biased) -> moe.Weig
 
 
 def moe_layer(x, weights_TK, experts_TK, *, weights: moe.Weights, gate: moe.Gate) -> torch.Tensor:
-    return weighted_routes(x, weights_TK, experts_TK, **weights.flat(gate)).sum(1)
+    return (route_outputs(x, experts_TK, **weights.flat(gate)) * weights_TK[..., None]).sum(1)
 
 
 def expert_cases() -> Iterator[dict]:

@@ -13,7 +13,6 @@ import itertools
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,28 +22,15 @@ import triton.language as tl
 from timing import read_bandwidth, seconds
 
 from flexgen.runtime.kernels.launch import CHAIN, await_previous
-from flexgen.runtime.kernels.linear import Launch, linear
+from flexgen.runtime.kernels.linear import Launch, _linear_one_kernel, linear
 
 SHAPES = (
-    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),  # llama-8b
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),  # llama-8b
     (19456, 2560), (2560, 9728),  # qwen3-4b
     (5120, 2048), (2048, 4096), (128, 2048),  # qwen3-30b-a3b
     (12352, 2048), (1024, 2048), (2048, 512), (1, 2048),  # qwen3.6-35b-a3b
     (8192, 2816), (4224, 2816),  # gemma4-26b-a4b
 )  # fmt: skip
-SIZES = {
-    16: (
-        (16, 256, 4, 4), (16, 256, 2, 4), (16, 512, 4, 3), (16, 128, 4, 6), (16, 128, 2, 6), (32, 128, 4, 6), (32, 256, 4, 4),
-        (64, 128, 4, 4),
-    ),
-    32: ((16, 256, 4, 4), (16, 128, 4, 6), (16, 128, 2, 6), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4)),
-    64: (
-        (16, 128, 4, 4), (16, 256, 4, 3), (32, 128, 4, 4), (32, 64, 4, 6), (32, 256, 4, 3), (64, 128, 4, 4), (64, 64, 4, 6),
-        (128, 64, 4, 5),
-    ),
-}  # fmt: skip
-"""BLOCK_T to (BLOCK_O, BLOCK_D, warps, stages)."""
-AHEAD = (0, 512, 2048)
 WORKERS = 12
 
 
@@ -61,21 +47,46 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def launches(tokens: int, width: int) -> list[Launch]:
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    return [
-        Launch(block_t, block_o, block_d, ahead, warps, stages)
-        for (block_o, block_d, warps, stages), ahead in itertools.product(SIZES[block_t], AHEAD)
-        if ahead <= width
-    ]
+def launches(tokens: int, features: int, width: int) -> list[Launch]:
+    device, found = torch.device("cuda"), []
+    for splits, resident, block_d in itertools.product((1, 2, 4, 8), (1, 2, 3, 4), (64, 128, 256)):
+        for ahead in (0, 256):
+            found.append(Launch.fitted(tokens, features, width, device, splits, resident, block_d, ahead))
+    return [launch for launch in dict.fromkeys(found) if launch]
+
+
+def single(x: torch.Tensor, weight: torch.Tensor, block_o: int, block_d: int, warps: int) -> torch.Tensor:
+    """One token with other sizes than `linear` chooses."""
+    features, width = weight.shape
+    out = x.new_empty((1, features))
+    _linear_one_kernel[(triton.cdiv(features, block_o),)](
+        x, weight, weight, out, features, weight.stride(0),
+        WIDTH=width, BIAS=False, BLOCK_O=block_o, BLOCK_D=block_d, num_warps=warps, **CHAIN,
+    )  # fmt: skip
+    return out
+
+
+SINGLE = [
+    (block_o, block_d, warps)
+    for block_o, block_d, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096, 8192), (2, 4, 8))
+    if 2048 <= block_o * block_d <= 16384 and block_o * block_d // warps <= 4096
+]
 
 
 def build(part: int, tokens: list[int]) -> None:
     """Compile a share of the kernels into Triton's cache."""
-    every = [(t, w, launch) for t in tokens for w in (4096, 2816) for launch in launches(t, w)]
-    for count, width, launch in every[part::WORKERS]:
-        x, weight = (torch.zeros(n, width, dtype=torch.bfloat16, device="cuda") for n in (count, 256))
+    kinds = {}
+    for count, (features, width) in itertools.product([t for t in tokens if t > 1], SHAPES):
+        for launch in launches(count, features, width):
+            compiled = (launch.splits, launch.block_t, launch.block_o, launch.block_d, launch.ahead, launch.stages)
+            kinds.setdefault((*compiled, width % launch.block_d == 0, launch.rows % 16 == 0), (count, features, width, launch))
+    for count, features, width, launch in list(kinds.values())[part::WORKERS]:
+        x, weight = (torch.zeros(n, width, dtype=torch.bfloat16, device="cuda") for n in (count, features))
         linear(x, weight, None, launch)
+    if 1 in tokens:
+        for width, sizes in list(itertools.product({width for _, width in SHAPES}, SINGLE))[part::WORKERS]:
+            x, weight = (torch.zeros(n, width, dtype=torch.bfloat16, device="cuda") for n in (1, 256))
+            single(x, weight, *sizes)
 
 
 def measure(features: int, width: int, tokens: int) -> list[dict]:
@@ -92,11 +103,12 @@ def measure(features: int, width: int, tokens: int) -> list[dict]:
                 "share": bytes_read / taken / read_bandwidth(device), "error": error.item()}  # fmt: skip
 
     rows = [row("cublas", F.linear)]
-    for launch in launches(tokens, width):
-        sizes = (launch.block_o, launch.block_d, launch.warps, launch.stages, launch.ahead)
-        rows.append(row("x".join(map(str, sizes)), partial(lambda x, w, launch: linear(x, w, None, launch), launch=launch)))
     if tokens == 1:
         rows.append(row("one", lambda x, w: linear(x, w, None)))
+        return rows + [row("x".join(map(str, sizes)), lambda x, w, sizes=sizes: single(x, w, *sizes)) for sizes in SINGLE]
+    for launch in launches(tokens, features, width):
+        name = f"{launch.rows}/{launch.splits} {launch.block_o}x{launch.block_d}x{launch.stages} +{launch.ahead}"
+        rows.append(row(name, lambda x, w, launch=launch: linear(x, w, None, launch)))
     return rows
 
 
@@ -112,7 +124,7 @@ def main() -> None:
     workers = [subprocess.Popen([*again, "--part", str(part)]) for part in range(WORKERS)]
     assert not any(worker.wait() for worker in workers)
     found = []
-    print(f"{'features':>8} {'width':>6} {'tokens':>6} {'cublas us':>10} {'best us':>8} {'share':>6}  sizes (the next two)")
+    print(f"{'features':>8} {'width':>6} {'tokens':>6} {'cublas us':>10} {'best us':>8} {'share':>6}  three best")
     for (features, width), tokens in itertools.product(SHAPES, options.tokens):
         rows = measure(features, width, tokens)
         found += rows

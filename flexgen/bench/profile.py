@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,14 @@ def profile(running: Any, batch: int, trace: Path | None = None) -> Profile:
 
 
 def _kernels(recorded: Any, steps: int) -> list[Line]:
-    return [
-        Line(event.key, event.count / steps, event.device_time_total / steps)
-        for event in recorded.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time_total > 0
-    ]
+    """Kernels overlap: each counts from the end of what ended before it, so that their times add up to the device's."""
+    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    calls, taken, ended = Counter(), Counter(), 0.0
+    for event in sorted(events, key=lambda event: event.time_range.end):
+        calls[event.name] += 1
+        taken[event.name] += event.time_range.end - max(ended, event.time_range.start)
+        ended = event.time_range.end
+    return [Line(name, calls[name] / steps, taken[name] / steps) for name in calls]
 
 
 def _grouped(kernels: list[Line], read: dict[str, int]) -> list[Line]:

@@ -177,9 +177,9 @@ def grouped(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weigh
 
 
 def routed(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """The Triton kernels for decode sizes; the sum over a token's K experts is written out, for the compiler to fuse."""
-    parts_TKD = torch.ops.flexgen.experts_routed(x_TD, weights_TK, experts_TK, **weights.flat(gate))
-    return reduce(torch.add, parts_TKD.unbind(1)).to(x_TD.dtype)
+    """The Triton kernels for decode sizes; the weighted sum over a token's K experts is for the compiler to fuse."""
+    parts_TKD = torch.ops.flexgen.experts_routed(x_TD, experts_TK, **weights.flat(gate))
+    return reduce(torch.add, (parts_TKD * weights_TK[..., None]).unbind(1)).to(x_TD.dtype)
 
 
 def _serves_routed(x_TD: Tensor, weights: Weights) -> bool:
@@ -250,7 +250,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout:
 
 def _experts_routed(
     x_TD: Tensor,
-    weights_TK: Tensor,
     experts_TK: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -263,13 +262,13 @@ def _experts_routed(
     limit: float | None,
     up_offset: float,
 ) -> Tensor:
-    from flexgen.runtime.kernels.experts import weighted_routes  # Triton is there where CUDA is
+    from flexgen.runtime.kernels.experts import route_outputs  # Triton is there where CUDA is
 
     weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    return weighted_routes(x_TD, weights_TK, experts_TK, **weights.flat(Gate(act, alpha, limit, up_offset)))
+    return route_outputs(x_TD, experts_TK, **weights.flat(Gate(act, alpha, limit, up_offset)))
 
 
-def _experts_routed_fake(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
+def _experts_routed_fake(x_TD: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
     return x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]), dtype=torch.float32)
 
 

@@ -73,12 +73,13 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     Vectors move away from their initial ones and zeros, so that a gain or bias left out shows; matrices keep the size of
     what passes through them; embeddings are small enough that no logit saturates.
     """
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
         if not tensor.is_floating_point():
             continue
-        noise = torch.randn(tensor.shape, generator=generator)
+        noise = torch.randn(tensor.shape, generator=generator, device=device)
         if tensor.dim() < 2 or bool((tensor == tensor.flatten()[0]).all()):  # gains, and biases of stacked experts
             tensor.copy_(tensor + 0.25 * noise)
         elif id(tensor) in embeddings:

@@ -9,7 +9,10 @@ import pytest
 
 class Collector:
     def __init__(self):
-        self.outcomes, self.reasons = defaultdict(Counter), []
+        self.outcomes = defaultdict(Counter)
+
+    def pytest_configure(self, config):
+        self._config = config
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
@@ -17,13 +20,14 @@ class Collector:
             self.outcomes[name][report.outcome] += 1
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
-                self.reasons.append(f"{report.nodeid}: {str(crash.message if crash else report.longrepr).strip().splitlines()[0][:200]}")
+                why = " / ".join(str(crash.message if crash else report.longrepr).strip().splitlines()[:3])
+                self._config.get_terminal_writer().line(f"\n{report.nodeid}: {why[:300]}")
+                self._config.get_terminal_writer().flush()
 
 
 def main():
     collector = Collector()
     code = pytest.main([str(Path(__file__).parent), "-q", "--no-header", "--tb=no", *sys.argv[1:]], plugins=[collector])
-    print("\n".join(collector.reasons))
     for name, counts in collector.outcomes.items():
         print(f"{name:90} " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     return code

@@ -17,7 +17,9 @@ LAYERS = {"gemma4-26b-a4b": 6, "qwen3.6-35b-a3b": 4}
 @pytest.mark.parametrize("name", SHAPES)
 def test_bf16_is_as_close_to_fp32_as_transformers_is(name, tmp_path):
     config = json.loads(json.dumps(shape(name, LAYERS.get(name, 2))))
-    reference.save(reference.tiny(config).bfloat16(), tmp_path)
+    with torch.device("cuda"):
+        reference.save(reference.tiny(config).bfloat16(), tmp_path)
+    torch.cuda.empty_cache()
     exact, rounded = (reference.load(tmp_path, "cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
     model = Model.load(tmp_path, dtype="bfloat16", device="cuda")
     draw = torch.Generator().manual_seed(0)

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -124,7 +126,7 @@ else:
 
     def assert_experts_agree(x, weights_TK, experts_TK, weights, gate, launch=None):
         arguments = weights.flat(gate)
-        parts = experts.weighted_routes(x, weights_TK, experts_TK, **arguments, launch=launch)
+        parts = experts.route_outputs(x, experts_TK, **arguments, launch=launch) * weights_TK[..., None]
         expected = moe.loop(x, weights_TK, experts_TK, weights, gate)
         torch.testing.assert_close(parts.sum(1), expected, atol=2e-5, rtol=1e-4)
 
@@ -142,9 +144,9 @@ else:
         weights, gate = expert_weights(form, 5, 40, 24)
         x, chosen = torch.randn(9, 40), moe.top_k(torch.rand(9, 5), 2)
         halves = moe.Weights(*(w.half() if isinstance(w, torch.Tensor) else w for w in vars(weights).values()))
-        parts = experts.weighted_routes(x.half(), *chosen, **halves.flat(gate))
-        assert parts.dtype == torch.float32
-        torch.testing.assert_close(parts.sum(1), moe.loop(x, *chosen, weights, gate), atol=5e-3, rtol=5e-3)
+        result = moe.routed(x.half(), *chosen, halves, gate)
+        assert result.dtype == torch.float16
+        torch.testing.assert_close(result.float(), moe.loop(x, *chosen, weights, gate), atol=5e-3, rtol=5e-3)
 
     @pytest.mark.parametrize("block_m", [16, 32])
     def test_all_tokens_to_one_expert_and_nan_in_the_others(block_m):
@@ -229,12 +231,20 @@ else:
         y = linear.linear(x, wide[:, :width], bias)
         torch.testing.assert_close(y, torch.nn.functional.linear(x, wide[:, :width], bias), atol=1e-4, rtol=1e-5)
 
-    @pytest.mark.parametrize("tokens, block_t", [(2, 16), (17, 32), (70, 64)])
-    @pytest.mark.parametrize("features, width, block_d", [(5, 7, 16), (130, 96, 32), (64, 64, 64)])
+    @pytest.mark.parametrize("tokens, splits, rows", [(2, 1, 16), (17, 2, 10), (64, 3, 7)])
+    @pytest.mark.parametrize("features, width, block_d", [(5, 50, 16), (130, 96, 32), (64, 64, 16)])
     @pytest.mark.parametrize("biased", [False, True])
-    def test_few_tokens_times_a_matrix(tokens, block_t, features, width, block_d, biased):
+    def test_few_tokens_times_a_matrix(tokens, splits, rows, features, width, block_d, biased):
         x, wide = torch.randn(tokens, 2 * width)[:, ::2], torch.randn(features, width + 5)
         bias = torch.randn(features) if biased else None
-        launch = linear.Launch(block_t, block_o=16, block_d=block_d, ahead=64, warps=4, stages=2)
-        y = linear.linear(x, wide[:, :width], bias, launch)
-        torch.testing.assert_close(y, torch.nn.functional.linear(x, wide[:, :width], bias), atol=1e-4, rtol=1e-5)
+        launch = linear.Launch(rows, splits, {2: 16, 17: 32, 64: 64}[tokens], block_o=16, block_d=block_d, ahead=64, warps=4, stages=2)
+        expected = torch.nn.functional.linear(x, wide[:, :width], bias)
+        for _ in range(2):
+            y = linear.linear(x, wide[:, :width], bias, launch)
+            torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-5)
+
+    @settings(deadline=None, max_examples=200)
+    @given(tokens=st.integers(2, 64), features=st.integers(1, 40000), width=st.integers(16, 20000))
+    def test_every_shape_has_a_launch_that_covers_it(tokens, features, width):
+        launch = linear.Launch.of(tokens, features, width, torch.device("cpu"))
+        assert launch.block_t >= tokens and launch.block_o >= launch.rows and launch.stages >= 2

@@ -1,9 +1,9 @@
 """Routed expert MLPs in Triton for decode sizes: every chosen expert's weights are read once.
 
 Three launches. Routes (a token's choice of an expert) are sorted by expert and cut into blocks of BLOCK_M of one expert.
-Then two grouped matrix products: gate and up with their activation, and down times the routing weight. The last one
-writes each route's own fp32 row, so sums keep one order; the caller adds a token's K rows, which the compiler fuses with
-what follows. Shapes bound the number of blocks; blocks beyond the data return at once.
+Then two grouped matrix products: gate and up with their activation, and down. The last one writes each route's own fp32
+row, so sums keep one order; the caller weighs and adds a token's K rows, which the compiler fuses with what follows.
+Shapes bound the number of blocks; blocks beyond the data return at once.
 
 Shape suffixes: T tokens, D model width, I inner width, E experts, K experts of a token, M = T K routes.
 """
@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen.runtime.kernels.activations import activate
-from flexgen.runtime.kernels.launch import CHAIN, await_previous, processors
+from flexgen.runtime.kernels.launch import CHAIN, LINE, await_previous, lines, prefetch, processors
 from flexgen.runtime.kernels.linear import blocks
 
 _BLOCK_K = 128
+_AHEAD = 512
+"""Weights of a column of down that are asked for early, in 16 bits 1 KiB."""
 
 
 @triton.jit
@@ -127,14 +129,17 @@ def _gate_up_kernel(  # noqa: ANN202
 
 @triton.jit
 def _down_kernel(  # noqa: ANN202
-    hidden, weight, bias, scale, out, experts, order, block_expert, block_start, block_rows,  # noqa: ANN001
+    hidden, weight, bias, out, experts, order, block_expert, block_start, block_rows,  # noqa: ANN001
     weight_e, weight_in, weight_out, bias_e,  # noqa: ANN001
-    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[route, BLOCK_N columns] = routing weight * (hidden @ down), rows back in the order of the routes."""
+    """out[route, BLOCK_N columns] = hidden @ down, rows back in the order of the routes.
+
+    Which experts there are was written two kernels before and may be read at once. AHEAD: weights of each column to ask
+    for before the hidden rows are there.
+    """
     block = tl.program_id(1)
-    await_previous()
     start, rows = block, 1
     if SORTED:
         rows = tl.load(block_rows + block)
@@ -144,14 +149,18 @@ def _down_kernel(  # noqa: ANN202
         expert = tl.load(block_expert + block).to(tl.int64)
     else:
         expert = tl.load(experts + block).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight += expert * weight_e
+    if AHEAD > 0:
+        columns = tl.minimum(n, WIDTH - 1)[:, None] * weight_out
+        prefetch(weight + columns + LINE * tl.arange(0, AHEAD // LINE)[None, :])
+    await_previous()
     m = tl.arange(0, BLOCK_M)
     if SORTED:
         route = tl.load(order + start + m, mask=m < rows, other=0)
     else:
         route = start + m * 0
     k = tl.arange(0, BLOCK_K)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight += expert * weight_e
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for at in range(0, INNER, BLOCK_K):
         live_k = at + k < INNER
@@ -162,7 +171,6 @@ def _down_kernel(  # noqa: ANN202
         sums = tl.dot(h_mk, w_kn, sums, input_precision="ieee")
     if BIAS:
         sums += tl.load(bias + expert * bias_e + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-    sums *= tl.load(scale + route, mask=m < rows, other=0.0).to(tl.float32)[:, None]
     to = out + route[:, None].to(tl.int64) * WIDTH + n[None, :]
     tl.store(to, sums, mask=(m < rows)[:, None] & (n < WIDTH)[None, :])
 
@@ -207,12 +215,11 @@ def _gate_up_one_kernel(  # noqa: ANN202
 
 @triton.jit
 def _down_one_kernel(  # noqa: ANN202
-    hidden, weight, bias, scale, out, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
+    hidden, weight, bias, out, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
     WIDTH: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`_down_kernel` for one token and weights with contiguous rows."""
     route = tl.program_id(1)
-    await_previous()
     expert = tl.load(experts + route).to(tl.int64)
     n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = n < WIDTH
@@ -222,11 +229,13 @@ def _down_one_kernel(  # noqa: ANN202
         d = at + tl.arange(0, BLOCK_D)
         mask = live[:, None] & (d < INNER)[None, :]
         w_od = tl.load(weight + n[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
+        if at == 0:
+            await_previous()
         sums += w_od.to(tl.float32) * tl.load(hidden + route * INNER + d, mask=d < INNER, other=0.0).to(tl.float32)[None, :]
     y_n = tl.sum(sums, 1)
     if BIAS:
         y_n += tl.load(bias + expert * bias_e + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + route * WIDTH + n, y_n * tl.load(scale + route).to(tl.float32), mask=live)
+    tl.store(out + route * WIDTH + n, y_n, mask=live)
 
 
 @dataclass(frozen=True)
@@ -259,9 +268,8 @@ def _strides(weight: Tensor, layout: str) -> tuple[int, int, int]:
     return (first, third, second) if layout == "out_in" else (first, second, third)
 
 
-def weighted_routes(
+def route_outputs(
     x_TD: Tensor,
-    weights_TK: Tensor,
     experts_TK: Tensor,
     *,
     gate_up: Tensor,
@@ -276,18 +284,18 @@ def weighted_routes(
     up_offset: float,
     launch: Launch | None = None,
 ) -> Tensor:
-    """Each route's expert output times its routing weight: (T, K, D) fp32. Arguments as in `moe.experts`."""
+    """The output of each token's experts: (T, K, D) fp32. Arguments as in `moe.experts`."""
     (tokens, choices), width, count = experts_TK.shape, x_TD.shape[1], gate_up.shape[0]
     inner, routes = down.shape[2 if layout == "out_in" else 1], tokens * choices
     if tokens == 1 and layout == "out_in" and launch is None:
         return _one_token(
-            x_TD.contiguous(), weights_TK.contiguous(), experts_TK.contiguous(), gate_up, down, inner,
+            x_TD.contiguous(), experts_TK.contiguous(), gate_up, down, inner,
             gate_up_bias, down_bias, {"ACT": act, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset},
             interleaved,
         )  # fmt: skip
     launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    experts_TK, weights_TK = experts_TK.contiguous(), weights_TK.contiguous()
+    experts_TK = experts_TK.contiguous()
     is_sorted = tokens > 1
     order, *of_block = _sort(experts_TK, count, launch) if is_sorted else (experts_TK,) * 4
     hidden = x_TD.new_empty((routes, inner))
@@ -301,16 +309,16 @@ def weighted_routes(
         num_warps=4, num_stages=4 if launch.gate_up_n <= 32 else 3, **CHAIN,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(width, launch.down_n), launch.blocks)](
-        hidden, down, x_TD if down_bias is None else down_bias, weights_TK, out, experts_TK, order, *of_block,
+        hidden, down, x_TD if down_bias is None else down_bias, out, experts_TK, order, *of_block,
         *_strides(down, layout), 0 if down_bias is None else down_bias.stride(0),
-        **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n, num_warps=4, num_stages=4, **CHAIN,
+        **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n,
+        AHEAD=lines(inner, _AHEAD) if layout == "out_in" else 0, num_warps=4, num_stages=4, **CHAIN,
     )  # fmt: skip
     return out
 
 
 def _one_token(
     x_1D: Tensor,
-    weights_1K: Tensor,
     experts_1K: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -320,7 +328,7 @@ def _one_token(
     gate: dict[str, Any],
     interleaved: bool,
 ) -> Tensor:
-    """`weighted_routes` of one token, where rows of the weights are contiguous."""
+    """`route_outputs` of one token, where rows of the weights are contiguous."""
     assert gate_up.stride(2) == 1 and down.stride(2) == 1
     choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
     hidden = x_1D.new_empty((choices, inner))
@@ -333,7 +341,7 @@ def _one_token(
     )  # fmt: skip
     sizes = blocks(choices * width, inner, device)
     _down_one_kernel[(triton.cdiv(width, sizes["BLOCK_O"]), choices)](
-        hidden, down, x_1D if down_bias is None else down_bias, weights_1K, out, experts_1K,
+        hidden, down, x_1D if down_bias is None else down_bias, out, experts_1K,
         *down.stride()[:2], 0 if down_bias is None else down_bias.stride(0),
         WIDTH=width, INNER=inner, BIAS=down_bias is not None, **sizes, num_warps=4, **CHAIN,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 INTERPRETED_PROCESSORS = 4
 """Stands for a device's multiprocessors where Triton's interpreter runs the kernels on a host."""
@@ -36,6 +37,16 @@ def await_previous():  # noqa: ANN201
         tl.extra.cuda.gdc_launch_dependents()
 
 
+LINE = tl.constexpr(64)
+"""16-bit weights in a line of the L2 cache."""
+
+
+def lines(width: int, most: int) -> int:
+    """How many weights of a row to `prefetch`: whole lines, a power of two of them, at most `most`; 0 for short rows."""
+    weights = 2 ** (min(width, most).bit_length() - 1)
+    return weights if weights >= LINE.value else 0
+
+
 @triton.jit
 def prefetch(pointers):  # noqa: ANN001, ANN201
     """Ask for the 128 bytes around each pointer to be brought to the L2 cache."""
@@ -43,6 +54,18 @@ def prefetch(pointers):  # noqa: ANN001, ANN201
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+_ARRIVALS = 2**14
+
+
+@lru_cache
+def arrivals(device: torch.device) -> Tensor:
+    """Counts of the programs that have finished their part of a result, for the last of them to add the parts up.
+
+    Every launch leaves them at zero, and launches run one after the other.
+    """
+    return torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
 
 
 @lru_cache

@@ -2,7 +2,8 @@
 while the kernel before still runs.
 
 What cuBLAS chooses for so few tokens reads matrices of some ten megabytes at half of the bandwidth, and begins only when
-everything before has ended. One token is a sum of products in registers; more are a matrix product of BLOCK_T rows.
+everything before has ended. One token is a sum of products in registers; more are a matrix product whose programs all run
+at once and have equal work.
 
 Shape suffixes: T tokens, O output features, D input features.
 """
@@ -16,18 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels.launch import CHAIN, await_previous, prefetch, processors
+from flexgen.runtime.kernels.launch import CHAIN, LINE, arrivals, await_previous, lines, prefetch, processors
 
-_MOST_TOKENS = 64
+_MOST_TOKENS = 1
 _MOST_WEIGHTS = 2**25
 """Larger weights reach 4.1 of 4.15 TB/s in cuBLAS; the smaller they are, the less."""
 
 _TILE = 8192
 """Weights that a program for one token holds at once: all its loads are under way together."""
-
-_LINE = tl.constexpr(64)
-"""Weights in a line of the cache: 128 bytes of 16-bit numbers, and half of that many more requests than fp32 needs."""
-
 
 @triton.jit
 def _linear_one_kernel(  # noqa: ANN202
@@ -52,39 +49,60 @@ def _linear_one_kernel(  # noqa: ANN202
 
 @triton.jit
 def _linear_few_kernel(  # noqa: ANN202
-    x, weight, bias, out, tokens, features, width, token_stride, row_stride,  # noqa: ANN001
-    WHOLE: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
+    x, weight, bias, out, parts, counts, tokens, features, width, rows, span, token_stride, row_stride,  # noqa: ANN001
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD: weights of each row to ask for before the kernel before has ended. WHOLE: BLOCK_D divides the width."""
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    rows = weight + tl.minimum(o, features - 1).to(tl.int64)[:, None] * row_stride
+    """`rows` of the weight, of BLOCK_O that a tile holds, over one of SPLITS spans of the width.
+
+    The last program to arrive at a tile adds the spans' sums, in their order. WHOLE: BLOCK_D divides every span.
+    AHEAD: weights of each row to ask for before the kernel before has ended.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, BLOCK_O)
+    o = tile * rows + i
+    live = (i < rows) & (o < features)
+    begin = split * span
+    of_row = weight + tl.minimum(o, features - 1).to(tl.int64)[:, None] * row_stride + begin
     if AHEAD > 0:
-        prefetch(rows + _LINE * tl.arange(0, AHEAD // _LINE)[None, :])
+        prefetch(of_row + LINE * tl.arange(0, AHEAD // LINE)[None, :])
     await_previous()
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    of_token = x + tl.minimum(t, tokens - 1).to(tl.int64)[:, None] * token_stride
+    t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
-    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
-    for at in range(0, width, BLOCK_D):
+    of_token = x + tl.minimum(t, tokens - 1)[None, :] * token_stride + begin
+    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for at in range(0, tl.minimum(span, width - begin), BLOCK_D):
         if WHOLE:
-            x_td = tl.load(of_token + at + d[None, :])
-            w_od = tl.load(rows + at + d[None, :])
+            w_od = tl.load(of_row + at + d[None, :], mask=live[:, None], other=0.0)
+            x_dt = tl.load(of_token + at + d[:, None])
         else:
-            live = (at + d < width)[None, :]
-            x_td = tl.load(of_token + at + d[None, :], mask=live, other=0.0)
-            w_od = tl.load(rows + at + d[None, :], mask=live, other=0.0)
-        sums = tl.dot(x_td, tl.trans(w_od), sums, input_precision="ieee")
+            inside = begin + at + d < width
+            w_od = tl.load(of_row + at + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+            x_dt = tl.load(of_token + at + d[:, None], mask=inside[:, None], other=0.0)
+        sums = tl.dot(w_od, x_dt, sums, input_precision="ieee")
+    mask = live[:, None] & (t < tokens)[None, :]
+    at_out = t[None, :].to(tl.int64) * features + o[:, None]
+    if SPLITS > 1:
+        size = tokens.to(tl.int64) * features
+        tl.store(parts + split * size + at_out, sums, mask=mask)
+        tl.debug_barrier()  # all of this program's sums are written before it says so
+        if tl.atomic_add(counts + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(counts + tile, 0)
+        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        for part in tl.static_range(SPLITS):
+            sums += tl.load(parts + part * size + at_out, mask=mask, other=0.0, cache_modifier=".cg")
     if BIAS:
-        sums += tl.load(bias + o, mask=o < features, other=0.0).to(tl.float32)[None, :]
-    to = out + t[:, None].to(tl.int64) * features + o[None, :]
-    tl.store(to, sums.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (o < features)[None, :])
+        sums += tl.load(bias + o, mask=live, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + at_out, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Block sizes of a call of `_linear_few_kernel`."""
+    """Sizes of a call of `_linear_few_kernel`."""
 
+    rows: int
+    splits: int
     block_t: int
     block_o: int
     block_d: int
@@ -92,13 +110,27 @@ class Launch:
     warps: int
     stages: int
 
+    @classmethod
+    def fitted(
+        cls, tokens: int, features: int, width: int, device: torch.device, splits: int, resident: int, block_d: int, ahead: int = 0
+    ) -> Launch | None:
+        """Programs with equal work, `resident` a multiprocessor at once; None if their tiles do not fit or have no span."""
+        tiles = max(1, resident * processors(device) // splits)
+        rows = min(128, triton.cdiv(triton.cdiv(features, tiles), 8) * 8)
+        block_t, block_o = max(8, triton.next_power_of_2(tokens)), max(16, triton.next_power_of_2(rows))
+        stages = min(8, _SHARED // resident // (2 * block_d * (block_o + block_t)))
+        if stages < 2 or (splits > 1 and block_d * splits > width):
+            return None
+        return cls(rows, splits, block_t, block_o, block_d, lines(width // splits, ahead) if ahead else 0, 4, stages)
+
     @staticmethod
     def of(tokens: int, features: int, width: int, device: torch.device) -> Launch:
         """From shapes alone."""
-        block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-        block_o = 16 if features <= 16 * 4 * processors(device) else 32
-        return Launch(block_t, block_o, 256 if block_t < 64 else 128, min(2048, 2 ** (width.bit_length() - 1)), 4, 4)
+        return Launch.fitted(tokens, features, width, device, splits=1, resident=2, block_d=128)
 
+
+_SHARED = 220 * 1024
+"""Bytes of a multiprocessor's shared memory for tiles."""
 
 def serves(x_TD: Tensor, weight_OD: Tensor) -> bool:
     """Whether `linear` is the faster choice; cuBLAS is for many tokens and for the largest weights."""
@@ -129,10 +161,15 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, launch: Launc
         )  # fmt: skip
         return out
     launch = launch or Launch.of(tokens, features, width, x_TD.device)
-    _linear_few_kernel[(triton.cdiv(features, launch.block_o), triton.cdiv(tokens, launch.block_t))](
-        x_TD, weight_OD, bias, out, tokens, features, width, x_TD.stride(0), weight_OD.stride(0),
-        WHOLE=width % launch.block_d == 0, BIAS=biased, AHEAD=launch.ahead,
-        BLOCK_T=launch.block_t, BLOCK_O=launch.block_o, BLOCK_D=launch.block_d,
+    steps = triton.cdiv(width, launch.block_d)
+    span = triton.cdiv(steps, launch.splits) * launch.block_d
+    parts = x_TD.new_empty((launch.splits, tokens, features), dtype=torch.float32) if launch.splits > 1 else out
+    counts = arrivals(x_TD.device)
+    assert launch.splits == 1 or triton.cdiv(features, launch.rows) <= len(counts)
+    _linear_few_kernel[(triton.cdiv(features, launch.rows), launch.splits)](
+        x_TD, weight_OD, bias, out, parts, counts, tokens, features, width, launch.rows, span,
+        x_TD.stride(0), weight_OD.stride(0), WHOLE=width % launch.block_d == 0, BIAS=biased, SPLITS=launch.splits,
+        AHEAD=launch.ahead, BLOCK_T=launch.block_t, BLOCK_O=launch.block_o, BLOCK_D=launch.block_d,
         num_warps=launch.warps, num_stages=launch.stages, **CHAIN,
     )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
 A program takes BLOCK_Q neighbouring queries of one row with all query heads of one key/value head, packed into the rows
 of a matrix product (FlashAttention's online softmax: Dao et al. 2022, arXiv:2205.14135). Where programs are few, each is
-split over its keys and a second kernel merges the parts (Flash-Decoding, Dao et al. 2023). Keys outside the window or
+split over its keys and the last part to be ready merges all (Flash-Decoding, Dao et al. 2023). Keys outside the window or
 beyond the row are never loaded. Lengths are read on the device; launches depend on shapes alone.
 
 Shape suffixes: T tokens, N query heads, K key/value heads, H head width, P pages, S tokens of a page, R rows, B blocks.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels.launch import CHAIN, await_previous, processors
+from flexgen.runtime.kernels.launch import CHAIN, arrivals, await_previous, processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -40,7 +40,7 @@ def _row_of_block(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "splits"])
 def _attend_kernel(  # noqa: ANN202
-    q, k_pages, v_pages, table, starts, lengths, sinks, out, part_out, part_max, part_sum,  # noqa: ANN001
+    q, k_pages, v_pages, table, starts, lengths, sinks, out, part_out, part_max, part_sum, counts,  # noqa: ANN001
     rows, tokens, splits, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
@@ -75,14 +75,14 @@ def _attend_kernel(  # noqa: ANN202
     first_tile = begin // BLOCK_N
     last_tile = tl.cdiv(stop, BLOCK_N)
     part = token * HEADS + head
+    working = 1
     if SPLIT:
         tiles = tl.cdiv(last_tile - first_tile, splits)
+        working = tl.cdiv(last_tile - first_tile, tiles)
+        if split >= working:
+            return
         first_tile += split * tiles
         last_tile = tl.minimum(first_tile + tiles, last_tile)
-        part += split.to(tl.int64) * tokens * HEADS
-        if first_tile >= last_tile:  # nothing for this split: a maximum of -inf tells the merge to read no more of it
-            tl.store(part_max + part, float("-inf"), mask=live_m)
-            return
     position = length - count + query
     q_mh = tl.load(
         q + token[:, None] * q_t + head[:, None] * q_n + h[None, :],
@@ -117,50 +117,38 @@ def _attend_kernel(  # noqa: ANN202
         best = new_best
 
     mask = live_m[:, None] & (h < WIDTH)[None, :]
-    if not SPLIT:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
-            new_best = tl.maximum(best, sink)
-            shrink = tl.exp2(best - new_best)
-            total = total * shrink + tl.exp2(sink - new_best)
-            sums = sums * shrink[:, None]
-        o_mh = sums / tl.where(total > 0, total, 1.0)[:, None]
-        to = out + (token[:, None] * HEADS + head[:, None]) * WIDTH + h[None, :]
-        tl.store(to, o_mh.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(part_max + part, best, mask=live_m)
-        tl.store(part_sum + part, total, mask=live_m)
-        tl.store(part_out + part[:, None] * WIDTH + h[None, :], sums, mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "tokens", "splits"])
-def _merge_kernel(  # noqa: ANN202
-    part_out, part_max, part_sum, starts, sinks, out, rows, tokens, splits,  # noqa: ANN001
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    await_previous()
-    if not DECODE and token >= tl.load(starts + rows):
-        return
-    split = tl.arange(0, BLOCK_S)
-    h = tl.arange(0, BLOCK_H)
-    part = (split * tokens + token) * HEADS + head
-    most = tl.load(part_max + part, mask=split < splits, other=float("-inf"))
-    filled = most > float("-inf")
-    best = tl.max(most, 0)
+    if working > 1:  # the last split to arrive merges all of them
+        size = tokens.to(tl.int64) * HEADS
+        mine = split * size + part
+        tl.store(part_max + mine, best, mask=live_m)
+        tl.store(part_sum + mine, total, mask=live_m)
+        tl.store(part_out + mine[:, None] * WIDTH + h[None, :], sums, mask=mask)
+        tl.debug_barrier()  # all of this program's part is written before it says so
+        arrivals = counts + block * tl.num_programs(1) + kv_head
+        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == working - 1
+        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for other in range(tl.where(last, working, 0)):
+            theirs = other * size + part
+            most = tl.load(part_max + theirs, mask=live_m, other=float("-inf"), cache_modifier=".cg")
+            new_best = tl.maximum(best, most)
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+            shrink, weight = tl.exp2(best - safe), tl.exp2(most - safe)
+            total_m = tl.load(part_sum + theirs, mask=live_m, other=0.0, cache_modifier=".cg")
+            sums_mh = tl.load(part_out + theirs[:, None] * WIDTH + h[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            total = total * shrink + total_m * weight
+            sums = sums * shrink[:, None] + sums_mh * weight[:, None]
+            best = new_best
+        mask = mask & (h < tl.where(last, WIDTH, 0))[None, :]
+        if last:
+            tl.store(arrivals, 0)
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        best = tl.maximum(best, sink)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    weight = tl.exp2(most - best)
-    total = tl.sum(weight * tl.load(part_sum + part, mask=filled, other=0.0), 0)
-    if SINKS:
-        total += tl.exp2(sink - best)
-    mask = filled[:, None] & (h < WIDTH)[None, :]
-    sums = tl.load(part_out + part[:, None] * WIDTH + h[None, :], mask=mask, other=0.0)
-    o_h = tl.sum(sums * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + (token * HEADS + head) * WIDTH + h, o_h.to(out.dtype.element_ty), mask=h < WIDTH)
+        sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
+        new_best = tl.maximum(best, sink)
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.exp2(sink - new_best)
+        sums = sums * shrink[:, None]
+    o_mh = sums / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + part[:, None] * WIDTH + h[None, :], o_mh.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -223,19 +211,15 @@ def attend(
         part_max, part_sum = q_TNH.new_empty((2, launch.splits, tokens, heads), dtype=torch.float32)
     else:
         part_out = part_max = part_sum = out
-    shared = {"HEADS": heads, "WIDTH": width, "SINKS": sinks is not None, "DECODE": decode}
-    sinks = out if sinks is None else sinks
+    counts = arrivals(q_TNH.device)
+    assert launch.splits == 1 or launch.blocks * kv_heads <= len(counts)
     _attend_kernel[(launch.blocks, kv_heads, launch.splits)](
-        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, sinks, out, part_out, part_max, part_sum,
-        rows, tokens, launch.splits, scale,
+        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, out if sinks is None else sinks, out,
+        part_out, part_max, part_sum, counts, rows, tokens, launch.splits, scale,
         q_TNH.stride(0), q_TNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0),
-        **shared, SPLIT=launch.splits > 1, GROUP=heads // kv_heads, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
+        HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
+        SINKS=sinks is not None, DECODE=decode, SPLIT=launch.splits > 1,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
         num_warps=launch.warps, num_stages=3, **CHAIN,
     )  # fmt: skip
-    if launch.splits > 1:
-        _merge_kernel[(tokens, heads)](
-            part_out, part_max, part_sum, starts_R, sinks, out, rows, tokens, launch.splits,
-            **shared, BLOCK_S=_MAX_SPLITS, BLOCK_H=launch.block_h, num_warps=4, **CHAIN,
-        )  # fmt: skip
     return out
