@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from threading import Thread
 from types import FunctionType
 from typing import Any
 
@@ -40,6 +41,18 @@ class Regional:
             if isinstance(arg, Tensor):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
         return self._run(*args)
+
+
+def prepare() -> None:
+    """Begin to start the compiler and its worker processes in the background, which takes as long as to compile a layer."""
+
+    def start() -> None:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
+        AsyncCompile.wakeup()
+
+    Thread(target=start, name="flexgen-compiler", daemon=True).start()
 
 
 def chained() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexgen.runtime import slots
 from flexgen.runtime.abi import PAD_SLOT, PageStep, Step
 from flexgen.runtime.cache import Cache, has_recurrent_state
 from flexgen.runtime.graphs import Graphs, Steps, packed_shapes
@@ -196,10 +197,13 @@ class Runner:
 
     def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
-        lengths_R = self.length_S[slots_R]
-        rows_R, starts_R = (torch.arange(len(slots_R) + more, dtype=torch.int32, device=self.device) for more in (0, 1))
-        step = self._step(slots_R, lengths_R - 1, rows_R, starts_R, lengths_R.int())
-        return self.model.logits(self.model.forward(self.last_S[slots_R], step))
+        ids_R, positions_R, *of_rows = slots.rows(slots_R, self.last_S, self.length_S)
+        pages = {}
+        for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
+            table_RB, places_R = slots.places(slots_R, self.length_S, blocks_SB, self.cache.block_size)
+            pages.update(dict.fromkeys(group.entries, PageStep(places_R, table_RB)))
+        step = Step(positions_R, *of_rows, pages, slots_R if self._recurrent else None)
+        return self.model.logits(self.model.forward(ids_R, self._mark(step)))
 
     def draw(
         self, logits_RV: Tensor, slots_R: Tensor, features: Features, requests: Sequence[Request] = ()
@@ -213,9 +217,7 @@ class Runner:
             mask=_edit(ruled, lambda r, row_V: r.rules.mask(row_V, r.outputs)),
             process=_edit(ruled, lambda r, row_V: r.rules.process(row_V, r.prompt, r.outputs)),
         )  # fmt: skip
-        live_R = slots_R != PAD_SLOT
-        self.last_S[slots_R] = torch.where(live_R, sampled.tokens_R, 0)
-        self.length_S[slots_R] = torch.where(live_R, lengths_R + 1, 1)
+        slots.advance(slots_R, sampled.tokens_R, self.last_S, self.length_S)
         return sampled
 
     def packed_logits(self, packed: Packed) -> Tensor:
@@ -227,24 +229,20 @@ class Runner:
         slots_R, rows_T = packed.slots_R.clone(), packed.rows_T.int()
         ids_T = torch.where(packed.ids_T == LAST, self.last_S[slots_R][rows_T], packed.ids_T)
         starts_R, lengths_R = packed.starts_R.int(), packed.lengths_R.int()
-        return self.model.forward(ids_T, self._step(slots_R, packed.positions_T.clone(), rows_T, starts_R, lengths_R))
+        size, pages = self.cache.block_size, {}
+        for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
+            table_RB = blocks_SB[slots_R]
+            page_T = table_RB[rows_T, packed.positions_T // size]
+            places_T = page_T.long() * size + packed.positions_T % size
+            pages.update(dict.fromkeys(group.entries, PageStep(places_T, table_RB)))
+        state_R = slots_R if self._recurrent else None
+        step = Step(packed.positions_T.clone(), rows_T, starts_R, lengths_R, pages, state_R)
+        return self.model.forward(ids_T, self._mark(step))
 
     def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
         """Hidden states of the pieces' tokens. A padding piece comes last: sizes of 1 are special to the compiler."""
         pieces = [*pieces, PADDING]
         return self.packed_hidden(Packed.of(upload(numbers(pieces, ()), self.device), Shape.of(pieces)))
-
-    def _step(
-        self, slots_R: Tensor, positions_T: Tensor, rows_T: Tensor, starts_R: Tensor, lengths_R: Tensor
-    ) -> Step:
-        size, pages = self.cache.block_size, {}
-        for group, blocks_SB in zip(self.cache.groups, self.blocks_SB):
-            table_RB = blocks_SB[slots_R]
-            page_T = table_RB[rows_T, positions_T // size]
-            page_step = PageStep(page_T.long() * size + positions_T % size, table_RB)
-            pages.update(dict.fromkeys(group.entries, page_step))
-        state_R = slots_R if self._recurrent else None
-        return self._mark(Step(positions_T, rows_T, starts_R, lengths_R, pages, state_R))
 
     def _routes(self, rows: Sequence[Row]) -> Routes | None:
         """The experts that the step's tokens were sent to, if a request asked for its own."""

@@ -27,7 +27,8 @@ else:
     from test_recurrent import KEY, VALUE, VALUE_HEADS, delta_inputs, states, step_of
 
     from flexgen.runtime import attention, moe
-    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, linear, paged_attention, routing
+    from flexgen.runtime import slots as plain_slots
+    from flexgen.runtime.kernels import causal_conv, delta_rule, experts, linear, paged_attention, routing, slots
     from flexgen.runtime.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.recurrent import delta_rule as delta_reference
 
@@ -37,7 +38,7 @@ else:
         arguments = (q, requests.layer.k_pages, requests.table, requests.window)
         launch = paged_attention.Launch.of(*arguments)
         if splits is not None:
-            launch = paged_attention.Launch(**{**vars(launch), "splits": splits})
+            launch = paged_attention.Launch(**{**vars(launch), "splits": splits, "least": 1})
         return paged_attention.attend(
             q,
             requests.layer.k_pages,
@@ -248,3 +249,19 @@ else:
     def test_every_shape_has_a_launch_that_covers_it(tokens, features, width):
         launch = linear.Launch.of(tokens, features, width, torch.device("cpu"))
         assert launch.block_t >= tokens and launch.block_o >= launch.rows and launch.stages >= 2
+
+    @pytest.mark.parametrize("taken", [[3], [2, 0, 5, 0, 0], [4, 1]])
+    def test_tables_by_slot(taken):
+        slots_R, last_S, length_S = torch.tensor(taken), torch.randint(0, 9, (6,)), torch.randint(1, 60, (6,))
+        last_S[0], length_S[0] = 0, 1
+        blocks_SB = torch.randperm(6 * 5).reshape(6, 5).int()
+        for ours, theirs in (
+            (slots.rows(slots_R, last_S, length_S), plain_slots.rows(slots_R, last_S, length_S)),
+            (slots.places(slots_R, length_S, blocks_SB, 12), plain_slots.places(slots_R, length_S, blocks_SB, 12)),
+        ):
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+        tables = [(last_S.clone(), length_S.clone()) for _ in range(2)]
+        slots.advance(slots_R, torch.arange(7, 7 + len(taken)), *tables[0], 0)
+        plain_slots.advance(slots_R, torch.arange(7, 7 + len(taken)), *tables[1])
+        assert torch.equal(tables[0][0], tables[1][0]) and torch.equal(tables[0][1], tables[1][1])
+        assert tables[0][0][0] == 0 and tables[0][1][0] == 1

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from flexgen.runtime.kernels.activations import activate
 from flexgen.runtime.kernels.launch import CHAIN, LINE, await_previous, lines, prefetch, processors
-from flexgen.runtime.kernels.linear import blocks
 
 _BLOCK_K = 128
 _AHEAD = 512
 """Weights of a column of down that are asked for early, in 16 bits 1 KiB."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["routes", "count", "blocks"])
 def _sort_kernel(  # noqa: ANN202
     experts, order, block_expert, block_start, block_rows, routes, count, blocks,  # noqa: ANN001
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -333,13 +332,13 @@ def _one_token(
     choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
     hidden = x_1D.new_empty((choices, inner))
     out = x_1D.new_empty((1, choices, width), dtype=torch.float32)
-    sizes = blocks(choices * inner, width, device, tile=4096)
+    sizes = _one_blocks(choices * inner, width, device, tile=4096)
     _gate_up_one_kernel[(triton.cdiv(inner, sizes["BLOCK_O"]), choices)](
         x_1D, gate_up, x_1D if gate_up_bias is None else gate_up_bias, hidden, experts_1K,
         *gate_up.stride()[:2], 0 if gate_up_bias is None else gate_up_bias.stride(0),
         WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate, **sizes, num_warps=4, **CHAIN,
     )  # fmt: skip
-    sizes = blocks(choices * width, inner, device)
+    sizes = _one_blocks(choices * width, inner, device, tile=8192)
     _down_one_kernel[(triton.cdiv(width, sizes["BLOCK_O"]), choices)](
         hidden, down, x_1D if down_bias is None else down_bias, out, experts_1K,
         *down.stride()[:2], 0 if down_bias is None else down_bias.stride(0),
@@ -348,14 +347,29 @@ def _one_token(
     return out
 
 
+def _one_blocks(rows: int, width: int, device: torch.device, tile: int) -> dict[str, int]:
+    """BLOCK_O weight rows and BLOCK_D features of a program: a tile, or less where two a multiprocessor need work."""
+    block_d = min(tile, triton.next_power_of_2(width))
+    enough = triton.next_power_of_2(rows // (2 * processors(device)) + 1) // 2
+    return {"BLOCK_O": max(1, min(tile // block_d, enough)), "BLOCK_D": block_d}
+
+
+def _route_block(routes: int) -> int:
+    """A block that holds all routes, of few sizes, since each is a kernel to compile."""
+    block = 64
+    while block < routes:
+        block *= 8
+    return block
+
+
 def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Routes by expert, and each block's expert, first place in that order, and number of routes."""
     routes = experts_TK.numel()
     order = experts_TK.new_empty(routes, dtype=torch.int32)
-    of_block = experts_TK.new_empty((3, launch.blocks), dtype=torch.int32)
+    of_block = [experts_TK.new_empty(launch.blocks, dtype=torch.int32) for _ in range(3)]
     _sort_kernel[(count,)](
         experts_TK, order, *of_block, routes, count, launch.blocks,
-        BLOCK_M=launch.block_m, BLOCK_R=triton.next_power_of_2(routes), BLOCK_E=triton.next_power_of_2(count + 1),
+        BLOCK_M=launch.block_m, BLOCK_R=_route_block(routes), BLOCK_E=triton.next_power_of_2(count + 1),
         num_warps=4, **CHAIN,
     )  # fmt: skip
     return (order, *of_block)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from flexgen.runtime.kernels.launch import CHAIN, LINE, arrivals, await_previous, lines, prefetch, processors
 
-_MOST_TOKENS = 1
+_MOST_TOKENS = 64
 _MOST_WEIGHTS = 2**25
 """Larger weights reach 4.1 of 4.15 TB/s in cuBLAS; the smaller they are, the less."""
 
-_TILE = 8192
+_TILE = 4096
 """Weights that a program for one token holds at once: all its loads are under way together."""
 
 @triton.jit
@@ -47,7 +47,7 @@ def _linear_one_kernel(  # noqa: ANN202
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "features", "rows", "span"])
 def _linear_few_kernel(  # noqa: ANN202
     x, weight, bias, out, parts, counts, tokens, features, width, rows, span, token_stride, row_stride,  # noqa: ANN001
     WHOLE: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
@@ -112,21 +112,25 @@ class Launch:
 
     @classmethod
     def fitted(
-        cls, tokens: int, features: int, width: int, device: torch.device, splits: int, resident: int, block_d: int, ahead: int = 0
+        cls, tokens: int, features: int, width: int, device: torch.device, splits: int, resident: int, block_d: int
     ) -> Launch | None:
         """Programs with equal work, `resident` a multiprocessor at once; None if their tiles do not fit or have no span."""
         tiles = max(1, resident * processors(device) // splits)
         rows = min(128, triton.cdiv(triton.cdiv(features, tiles), 8) * 8)
-        block_t, block_o = max(8, triton.next_power_of_2(tokens)), max(16, triton.next_power_of_2(rows))
-        stages = min(8, _SHARED // resident // (2 * block_d * (block_o + block_t)))
+        block_t, block_o = max(16, triton.next_power_of_2(tokens)), max(16, triton.next_power_of_2(rows))
+        steps = triton.cdiv(width, splits * block_d)
+        stages = min(8, max(2, steps), _SHARED // resident // (2 * block_d * (block_o + block_t)))
         if stages < 2 or (splits > 1 and block_d * splits > width):
             return None
-        return cls(rows, splits, block_t, block_o, block_d, lines(width // splits, ahead) if ahead else 0, 4, stages)
+        return cls(rows, splits, block_t, block_o, block_d, lines(width // splits, stages * block_d), 4, stages)
 
     @staticmethod
     def of(tokens: int, features: int, width: int, device: torch.device) -> Launch:
-        """From shapes alone."""
-        return Launch.fitted(tokens, features, width, device, splits=1, resident=2, block_d=128)
+        """From shapes alone: one program a multiprocessor, and spans where its tile would have few rows for its tokens."""
+        splits = 1
+        while features < 32 * processors(device) // splits * 0.97 and width >= 1024 * splits:
+            splits *= 2
+        return Launch.fitted(tokens, features, width, device, splits, resident=1, block_d=128)
 
 
 _SHARED = 220 * 1024
@@ -134,15 +138,9 @@ _SHARED = 220 * 1024
 
 def serves(x_TD: Tensor, weight_OD: Tensor) -> bool:
     """Whether `linear` is the faster choice; cuBLAS is for many tokens and for the largest weights."""
-    most = _MOST_TOKENS if x_TD.element_size() == 2 else 1
-    return x_TD.shape[0] <= most and weight_OD.numel() <= _MOST_WEIGHTS and weight_OD.stride(1) == 1
-
-
-def blocks(rows: int, width: int, device: torch.device, tile: int = _TILE) -> dict[str, int]:
-    """BLOCK_O weight rows and BLOCK_D features of a program: a tile, or less where two a multiprocessor need work."""
-    block_d = min(tile, triton.next_power_of_2(width))
-    enough = triton.next_power_of_2(rows // (2 * processors(device)) + 1) // 2
-    return {"BLOCK_O": max(1, min(tile // block_d, enough)), "BLOCK_D": block_d}
+    tokens, is_half = x_TD.shape[0], x_TD.element_size() == 2
+    few = is_half and tokens <= _MOST_TOKENS and weight_OD.numel() <= _MOST_WEIGHTS
+    return (tokens == 1 or few) and weight_OD.stride(1) == 1
 
 
 def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, launch: Launch | None = None) -> Tensor:
@@ -154,10 +152,11 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, launch: Launc
     out = x_TD.new_empty((tokens, features))
     bias, biased = (weight_OD, False) if bias_O is None else (bias_O, True)
     if tokens == 1 and launch is None:
-        sizes = blocks(features, width, x_TD.device)
-        _linear_one_kernel[(triton.cdiv(features, sizes["BLOCK_O"]),)](
+        block_o = 4 if features >= 8 * processors(x_TD.device) else 1
+        block_d = min(_TILE // block_o, triton.next_power_of_2(width))
+        _linear_one_kernel[(triton.cdiv(features, block_o),)](
             x_TD, weight_OD, bias, out, features, weight_OD.stride(0),
-            WIDTH=width, BIAS=biased, **sizes, num_warps=4, **CHAIN,
+            WIDTH=width, BIAS=biased, BLOCK_O=block_o, BLOCK_D=block_d, num_warps=2, **CHAIN,
         )  # fmt: skip
         return out
     launch = launch or Launch.of(tokens, features, width, x_TD.device)

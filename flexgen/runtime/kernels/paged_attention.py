@@ -23,6 +23,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 _TILE_BYTES = 16384
 _MAX_SPLITS = 32
+_LEAST_TILES = 4
+"""Tiles of keys worth a split: a merge takes as long as about so many."""
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _attend_kernel(  # noqa: ANN202
     rows, tokens, splits, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -77,7 +79,7 @@ def _attend_kernel(  # noqa: ANN202
     part = token * HEADS + head
     working = 1
     if SPLIT:
-        tiles = tl.cdiv(last_tile - first_tile, splits)
+        tiles = tl.maximum(tl.cdiv(last_tile - first_tile, splits), LEAST)
         working = tl.cdiv(last_tile - first_tile, tiles)
         if split >= working:
             return
@@ -153,7 +155,10 @@ def _attend_kernel(  # noqa: ANN202
 
 @dataclass(frozen=True)
 class Launch:
-    """Block sizes of one launch: BLOCK_M packed query heads, BLOCK_N keys, programs split `splits` ways over keys."""
+    """Block sizes of one launch: BLOCK_M packed query heads, BLOCK_N keys, programs split up to `splits` ways over keys.
+
+    A split has at least `least` tiles of keys.
+    """
 
     block_m: int
     block_q: int
@@ -162,6 +167,7 @@ class Launch:
     blocks: int
     splits: int
     warps: int
+    least: int = _LEAST_TILES
 
     @staticmethod
     def of(q_TNH: Tensor, k_pages: Tensor, table_RB: Tensor, window: int | None) -> Launch:
@@ -208,7 +214,7 @@ def attend(
     out = (torch.empty if decode else torch.zeros)(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     if launch.splits > 1:
         part_out = q_TNH.new_empty((launch.splits, tokens, heads, width), dtype=torch.float32)
-        part_max, part_sum = q_TNH.new_empty((2, launch.splits, tokens, heads), dtype=torch.float32)
+        part_max, part_sum = (part_out.new_empty(part_out.shape[:-1]) for _ in range(2))
     else:
         part_out = part_max = part_sum = out
     counts = arrivals(q_TNH.device)
@@ -218,7 +224,7 @@ def attend(
         part_out, part_max, part_sum, counts, rows, tokens, launch.splits, scale,
         q_TNH.stride(0), q_TNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0),
         HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
-        SINKS=sinks is not None, DECODE=decode, SPLIT=launch.splits > 1,
+        SINKS=sinks is not None, DECODE=decode, SPLIT=launch.splits > 1, LEAST=launch.least,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
         num_warps=launch.warps, num_stages=3, **CHAIN,
     )  # fmt: skip

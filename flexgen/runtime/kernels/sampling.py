@@ -134,10 +134,10 @@ def finish(
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1 and lengths_R.is_contiguous()
     tiles = triton.cdiv(vocab, _TILE)
-    maxima, sums, scores = logits_RV.new_empty((3, rows, tiles), dtype=torch.float32)
-    first, drawn = logits_RV.new_empty((2, rows, tiles), dtype=torch.int32)
-    logprobs_R, chosen_R, totals_R = logits_RV.new_empty((3, rows), dtype=torch.float32)
-    tokens_R, ranks_R = logits_RV.new_empty((2, rows), dtype=torch.int64)
+    maxima, sums, scores = (logits_RV.new_empty((rows, tiles), dtype=torch.float32) for _ in range(3))
+    first, drawn = (logits_RV.new_empty((rows, tiles), dtype=torch.int32) for _ in range(2))
+    logprobs_R, chosen_R, totals_R = (logits_RV.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    tokens_R, ranks_R = (logits_RV.new_empty(rows, dtype=torch.int64) for _ in range(2))
     strides = (logits_RV.stride(0), temperature_R.stride(0))
     _tile_kernel[(rows, tiles)](
         logits_RV, temperature_R, seeds_R, lengths_R, maxima, sums, first, scores, drawn,
