@@ -25,11 +25,11 @@ from flexgen.runtime.kernels.launch import CHAIN, await_previous
 from flexgen.runtime.kernels.linear import Launch, _linear_one_kernel, linear
 
 SHAPES = (
-    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),  # llama-8b
-    (19456, 2560), (2560, 9728),  # qwen3-4b
-    (5120, 2048), (2048, 4096), (128, 2048),  # qwen3-30b-a3b
+    (2048, 4096), (5120, 2048), (128, 2048),  # qwen3-30b-a3b
     (12352, 2048), (1024, 2048), (2048, 512), (1, 2048),  # qwen3.6-35b-a3b
-    (8192, 2816), (4224, 2816),  # gemma4-26b-a4b
+    (6144, 4096), (4096, 4096), (4096, 14336),  # llama-8b
+    (8192, 2816), (4224, 2816), (2816, 4096), (2816, 2112),  # gemma4-26b-a4b
+    (2560, 9728), (28672, 4096), (128256, 4096),
 )  # fmt: skip
 WORKERS = 12
 
@@ -49,7 +49,7 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 def launches(tokens: int, features: int, width: int) -> list[Launch]:
     device, found = torch.device("cuda"), []
-    for splits, resident, block_d in itertools.product((1, 2, 4), (1, 2), (128, 256)):
+    for splits, resident, block_d in itertools.product((1, 2, 4), (1, 2), (128,)):
         found.append(Launch.fitted(tokens, features, width, device, splits, resident, block_d))
     return [launch for launch in dict.fromkeys(found) if launch]
 

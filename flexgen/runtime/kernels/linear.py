@@ -47,7 +47,7 @@ def _linear_one_kernel(  # noqa: ANN202
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["tokens", "features", "rows", "span"])
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def _linear_few_kernel(  # noqa: ANN202
     x, weight, bias, out, parts, counts, tokens, features, width, rows, span, token_stride, row_stride,  # noqa: ANN001
     WHOLE: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
@@ -62,7 +62,7 @@ def _linear_few_kernel(  # noqa: ANN202
     i = tl.arange(0, BLOCK_O)
     o = tile * rows + i
     live = (i < rows) & (o < features)
-    begin = split * span
+    begin = tl.multiple_of(split * span, BLOCK_D)  # so that loads are of 16 bytes
     of_row = weight + tl.minimum(o, features - 1).to(tl.int64)[:, None] * row_stride + begin
     if AHEAD > 0:
         prefetch(of_row + LINE * tl.arange(0, AHEAD // LINE)[None, :])
