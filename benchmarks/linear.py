@@ -48,10 +48,9 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def launches(tokens: int, features: int, width: int) -> list[Launch]:
-    device, found = torch.device("cuda"), []
-    for splits, resident, block_d in itertools.product((1, 2, 4), (1, 2), (128,)):
-        found.append(Launch.fitted(tokens, features, width, device, splits, resident, block_d))
-    return [launch for launch in dict.fromkeys(found) if launch]
+    sizes = itertools.product((1, 2, 4), (64, 128, 256))
+    found = [Launch.of(tokens, features, width, torch.device("cuda"), s, d) for s, d in sizes if s * d <= width]
+    return [launch for launch in dict.fromkeys(found) if launch.stages >= 2]
 
 
 def single(x: torch.Tensor, weight: torch.Tensor, block_o: int, block_d: int, warps: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -67,13 +68,17 @@ class Engine:
         self._grammars: GrammarCompiler | None = None
 
     def _prepare_decode(self) -> None:
-        """Compile and capture, and say how long each took."""
-        for phase, run in (("compile", self.runner.compile), ("capture", self._capture)):
+        """Compile and capture, and print how long each took."""
+        for phase, run in (("compile", self._compile), ("capture", self._capture)):
             started = time.perf_counter()
             run()
             torch.cuda.synchronize(self.model.device)
             self.startup[phase] = time.perf_counter() - started
-        log.info("start-up: %s", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.startup.items()))
+        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.startup.items())
+        print(f"flexgen start-up: {phases}", file=sys.stderr, flush=True)
+
+    def _compile(self) -> None:
+        self.runner.compile(self.options.capture_sizes)
 
     def _capture(self) -> None:
         self.runner.capture(self.options.capture_sizes, at_start=not self.options.lazy_capture)

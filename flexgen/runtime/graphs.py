@@ -68,6 +68,7 @@ class Steps:
     draw    (logits_RV, slots_R, features) -> Sampled
     clear   (slots_R,) -> None: zero their recurrent state
     keep    (slots_R,) -> a function that puts their recurrent state back to what it is now, of which it holds a copy
+    recount () -> None: forget the tokens that padding rows drew
     reads   all tensors that these read at fixed addresses, by name
     """
 
@@ -76,6 +77,7 @@ class Steps:
     draw: Callable[[Tensor, Tensor, Features], Sampled]
     clear: Callable[[Tensor], None]
     keep: Callable[[Tensor], Callable[[], None]]
+    recount: Callable[[], None]
     reads: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -222,10 +224,12 @@ class Graphs:
     def _capture_draw(self, size: int, features: Features) -> None:
         self._place([PAD_SLOT] * size)
         logits_RV, slots_R = self.logits_SV[:size].zero_(), self._slots_S[:size]
+        self.steps.recount()
         expected = self.steps.draw(logits_RV, slots_R, features)
         what = f"sampling {size} rows with {features}"
         captured = self._captured(what, lambda: self.steps.draw(logits_RV, slots_R, features))
-        if captured is not None and not features.penalises:  # whose counts each draw changes
+        self.steps.recount()
+        if captured is not None:
             captured.graph.replay()
             same = (getattr(captured.result, name).equal(getattr(expected, name)) for name in ("tokens_R", "logprobs_R"))
             captured = captured if all(same) else self._fail(what, "its replay differs from the same code run directly")

@@ -10,6 +10,8 @@ reads tokens one step late.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -25,10 +27,14 @@ from flexgen.runtime.moe import ROUTED_TOKENS
 from flexgen.runtime.packed import LAST, PADDING, Packed, Piece, Shape, numbers
 from flexgen.runtime.pages import TableChange
 from flexgen.runtime.regional import compile_layers, mark_sizes, unrelated_sizes
+from flexgen.runtime.rehearsal import rehearse
 from flexgen.runtime.requests import Request
 from flexgen.runtime.sampler import Features, Finish, Sampled, SamplingTables, describe, finish, sample
 from flexgen.runtime.scheduler import Row, StepPlan
 from flexgen.runtime.transfer import Download, upload
+
+CAPTURED = (Features(), Features(random=True))
+"""How tokens are drawn by the graphs that are captured at start."""
 
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at once for prompt_logprobs."""
@@ -101,7 +107,7 @@ class Runner:
             flight.routes = self._routes(plan.rows)
         else:
             pieces, last = _pieces(plan.rows)
-            hidden_TD = self._forward_pieces(pieces)
+            hidden_TD = self.forward_pieces(pieces)
             flight.routes = self._routes(plan.rows)
             flight.scores = self._score_prompts(plan.rows, hidden_TD)
             if not drawing:
@@ -130,15 +136,19 @@ class Runner:
     # ------------------------------------------------------------ compiled and captured
 
     @torch.no_grad()
-    def compile(self) -> None:
-        """Compile the layers for one row, several rows, and steps with prompts."""
-        compile_layers(self.model)
-        self._mark = mark_sizes
-        with unrelated_sizes():
-            for rows in (1, 2):
-                self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
-            if self.most_tokens > ROUTED_TOKENS:
-                self._forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))
+    def compile(self, sizes: Sequence[int]) -> None:
+        """Compile the layers for one row, several rows, and steps with prompts, and the kernels that `sizes` of rows call."""
+        counts = [shape.rows - 1 for shape in self._shapes()]
+        with ThreadPoolExecutor(1) as other:
+            kernels = other.submit(rehearse, copy(self), sizes, CAPTURED, counts)
+            compile_layers(self.model)
+            self._mark = mark_sizes
+            with unrelated_sizes():
+                for rows in (1, 2):
+                    self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
+                if self.most_tokens > ROUTED_TOKENS:
+                    self.forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))
+            kernels.result()
         self._reset_pads()
 
     @torch.no_grad()
@@ -150,17 +160,17 @@ class Runner:
             draw=self.draw,
             clear=self.cache.clear_state,
             keep=self._keep_state,
+            recount=lambda: self.sampling.forget(PAD_SLOT),
             reads=self._captured_tensors,
         )
-        shapes = packed_shapes(*self._most_captured(), self.cache.block_size)
         dtype = self.model.head_dtype or self.model.dtype
         logits_SV = torch.zeros((sizes[-1], self.model.dims.vocab), dtype=dtype, device=self.device)
-        self.graphs = Graphs(steps, sizes, shapes, logits_SV, self.max_model_len)
+        self.graphs = Graphs(steps, sizes, self._shapes(), logits_SV, self.max_model_len)
         if at_start:
-            self.graphs.capture_all((Features(), Features(random=True)))
+            self.graphs.capture_all(CAPTURED)
 
-    def _most_captured(self) -> tuple[int, int]:
-        """The most tokens and rows of a step with prompts that a graph may hold.
+    def _shapes(self) -> list[Shape]:
+        """The steps with prompts that graphs hold.
 
         Rows with recurrent state need slots of their own, and the loop over experts, which serves many tokens of any dtype
         but bf16, waits for the device.
@@ -168,7 +178,7 @@ class Runner:
         tokens, rows = self.most_tokens, self.cache.slots
         if any(self.model.routed) and self.model.dtype != torch.bfloat16:
             tokens = min(tokens, ROUTED_TOKENS)
-        return tokens, rows if self._recurrent else max(rows, 4)
+        return packed_shapes(tokens, rows if self._recurrent else max(rows, 4), self.cache.block_size)
 
     def _keep_state(self, slots: Tensor) -> Callable[[], None]:
         """A function that puts the recurrent state of `slots` back to what it is now."""
@@ -176,8 +186,8 @@ class Runner:
         kept = [state[slots] for state in states]
 
         def restore() -> None:
-            for state, copy in zip(states, kept):
-                state[slots] = copy
+            for state, before in zip(states, kept):
+                state[slots] = before
 
         return restore
 
@@ -239,7 +249,7 @@ class Runner:
         step = Step(packed.positions_T.clone(), rows_T, starts_R, lengths_R, pages, state_R)
         return self.model.forward(ids_T, self._mark(step))
 
-    def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
         """Hidden states of the pieces' tokens. A padding piece comes last: sizes of 1 are special to the compiler."""
         pieces = [*pieces, PADDING]
         return self.packed_hidden(Packed.of(upload(numbers(pieces, ()), self.device), Shape.of(pieces)))

@@ -110,6 +110,11 @@ class SamplingTables:
         for request in requests:
             self._enter_wide(request)
 
+    def forget(self, slot: int) -> None:
+        """Count none of the tokens that the slot has drawn."""
+        if self.counts_SV is not None:
+            self.counts_SV[slot] = 0
+
     def _enter_wide(self, request: Request) -> None:
         slot, params = request.slot, request.params
         if biases(request):

@@ -1,9 +1,9 @@
-"""A few tokens times a weight matrix in Triton: the weight streams through once, and its first part is already on its way
-while the kernel before still runs.
+"""One token, or a few, times a weight matrix in Triton: the weight streams through once, and its first part is already on
+its way while the kernel before still runs.
 
-What cuBLAS chooses for so few tokens reads matrices of some ten megabytes at half of the bandwidth, and begins only when
-everything before has ended. One token is a sum of products in registers; more are a matrix product whose programs all run
-at once and have equal work.
+What cuBLAS chooses for them begins only when everything before has ended, and reads most weights at half to three quarters
+of the bandwidth. One token is a sum of products in registers; more are a matrix product whose programs all run at once and
+have equal work.
 
 Shape suffixes: T tokens, O output features, D input features.
 """
@@ -20,11 +20,12 @@ from torch import Tensor
 from flexgen.runtime.kernels.launch import CHAIN, LINE, arrivals, await_previous, lines, prefetch, processors
 
 _MOST_TOKENS = 64
-_MOST_WEIGHTS = 2**25
-"""Larger weights reach 4.1 of 4.15 TB/s in cuBLAS; the smaller they are, the less."""
+_MOST_WEIGHTS = 2**21
+"""For more than one token cuBLAS is as fast from here on: routers and the like are smaller, and take it twice the time."""
 
 _TILE = 4096
 """Weights that a program for one token holds at once: all its loads are under way together."""
+
 
 @triton.jit
 def _linear_one_kernel(  # noqa: ANN202
@@ -111,33 +112,25 @@ class Launch:
     stages: int
 
     @classmethod
-    def fitted(
-        cls, tokens: int, features: int, width: int, device: torch.device, splits: int, resident: int, block_d: int
-    ) -> Launch | None:
-        """Programs with equal work, `resident` a multiprocessor at once; None if their tiles do not fit or have no span."""
-        tiles = max(1, resident * processors(device) // splits)
+    def of(
+        cls, tokens: int, features: int, width: int, device: torch.device, splits: int | None = None, block_d: int = 128
+    ) -> Launch:
+        """From shapes alone: a program a multiprocessor, all with equal work, and spans of 512 or more of a long width."""
+        splits = splits or max(1, min(4, width // 512))
+        tiles = max(1, processors(device) // splits)
         rows = min(128, triton.cdiv(triton.cdiv(features, tiles), 8) * 8)
-        block_t, block_o = max(16, triton.next_power_of_2(tokens)), max(16, triton.next_power_of_2(rows))
+        block_t, block_o = 16 if tokens <= 16 else _MOST_TOKENS, max(16, triton.next_power_of_2(rows))
         steps = triton.cdiv(width, splits * block_d)
-        stages = min(8, max(2, steps), _SHARED // resident // (2 * block_d * (block_o + block_t)))
-        if stages < 2 or (splits > 1 and block_d * splits > width):
-            return None
-        return cls(rows, splits, block_t, block_o, block_d, lines(width // splits, stages * block_d), 4, stages)
-
-    @staticmethod
-    def of(tokens: int, features: int, width: int, device: torch.device) -> Launch:
-        """From shapes alone: one program a multiprocessor, and spans where its tile would have few rows for its tokens."""
-        splits = 1
-        while features < 32 * processors(device) // splits * 0.97 and width >= 1024 * splits:
-            splits *= 2
-        return Launch.fitted(tokens, features, width, device, splits, resident=1, block_d=128)
+        stages = min(8, max(2, steps), _SHARED // (2 * block_d * (block_o + block_t)))
+        return cls(rows, splits, block_t, block_o, block_d, lines(width // splits, 256), 4, stages)
 
 
 _SHARED = 220 * 1024
-"""Bytes of a multiprocessor's shared memory for tiles."""
+"""Bytes of a multiprocessor's shared memory for tiles of 16-bit numbers."""
+
 
 def serves(x_TD: Tensor, weight_OD: Tensor) -> bool:
-    """Whether `linear` is the faster choice; cuBLAS is for many tokens and for the largest weights."""
+    """Whether `linear` is the faster choice: for one token, and for a few and small 16-bit weights."""
     tokens, is_half = x_TD.shape[0], x_TD.element_size() == 2
     few = is_half and tokens <= _MOST_TOKENS and weight_OD.numel() <= _MOST_WEIGHTS
     return (tokens == 1 or few) and weight_OD.stride(1) == 1
