@@ -27,6 +27,7 @@ class Flexgen:
     """This project's engine on random weights of the named shape."""
 
     name = "flexgen"
+    grows = False
 
     def __init__(self, model: str, layers: int | None = None, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -101,6 +102,7 @@ class Transformers:
     """`generate` of transformers, eager but for its attention (sdpa), on random weights of the same shape."""
 
     name = "transformers"
+    grows = True
     kv_bytes = None
 
     def __init__(self, model: str, layers: int | None = None) -> None:

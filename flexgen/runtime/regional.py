@@ -48,9 +48,11 @@ def prepare() -> None:
 
     def start() -> None:
         from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codecache import torch_key
 
         AsyncCompile.warm_pool()
         AsyncCompile.wakeup()
+        torch_key()  # reads torch's own files
 
     Thread(target=start, name="flexgen-compiler", daemon=True).start()
 

@@ -36,6 +36,9 @@ from flexgen.runtime.transfer import Download, upload
 CAPTURED = (Features(), Features(random=True))
 """How tokens are drawn by the graphs that are captured at start."""
 
+_TYPICAL_ROWS = 16
+"""Rows for which the compiler sizes the blocks of its kernels, which then run any number but 1."""
+
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at once for prompt_logprobs."""
 
@@ -144,7 +147,7 @@ class Runner:
             compile_layers(self.model)
             self._mark = mark_sizes
             with unrelated_sizes():
-                for rows in (1, 2):
+                for rows in (1, _TYPICAL_ROWS):
                     self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
                 if self.most_tokens > ROUTED_TOKENS:
                     self.forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def tiny(config: Mapping[str, Any], seed: int = 0) -> Any:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
     randomise(model, seed)
-    return model
+    return _plain_on_host(model)
 
 
 def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -50,7 +52,34 @@ def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> An
     model = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=dtype, attn_implementation="eager"
     )
-    return model.to(device).eval()
+    return _plain_on_host(model.to(device).eval())
+
+
+_MIXERS = ("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+"""Functions that transformers takes from packages with kernels for GPUs, where those are installed."""
+
+
+def _plain_on_host(model: Any) -> Any:
+    """Let recurrent mixers compute tensors on a host by transformers' own torch code, since those kernels cannot."""
+    modeling = sys.modules[type(model).__module__]
+    for name in _MIXERS:
+        chosen = getattr(modeling, name, None)
+        if chosen is not None and inspect.unwrap(chosen) is not chosen and not hasattr(chosen, "on_host"):
+            setattr(modeling, name, _by_device(chosen, inspect.unwrap(chosen)))
+    return model
+
+
+def _by_device(chosen: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    accepted = inspect.signature(own).parameters
+
+    @wraps(own)
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.device.type != "cpu":
+            return chosen(x, *args, **kwargs)
+        return own(x, *args, **{name: value for name, value in kwargs.items() if name in accepted})
+
+    run.on_host = own
+    return run
 
 
 def save(model: Any, directory: str | Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -120,3 +123,22 @@ def test_errors_name_what_is_wrong():
         verify("lama")
     with pytest.raises(UsageError, match="bfloat16"):
         verify("llama", dtype="bfloat16")
+
+
+def test_the_oracle_on_a_host_runs_no_kernels_for_gpus(monkeypatch):
+    """As where flash-linear-attention is installed, which takes the place of functions of transformers."""
+    modeling = sys.modules[type(reference.tiny(tiny_config("qwen3_5"))).__module__]
+
+    def needs_a_gpu(own):
+        @functools.wraps(own)
+        def kernel(*_, **__):
+            raise ValueError("cannot be accessed from Triton (cpu tensor?)")
+
+        return kernel
+
+    for name in reference._MIXERS:
+        monkeypatch.setattr(modeling, name, needs_a_gpu(inspect.unwrap(getattr(modeling, name))))
+    tokens = list(range(9))
+    whole = reference.logits(reference.tiny(tiny_config("qwen3_5")), tokens)
+    monkeypatch.undo()
+    assert torch.equal(whole, reference.logits(reference.tiny(tiny_config("qwen3_5")), tokens))
