@@ -147,7 +147,7 @@ class Runner:
             compile_layers(self.model)
             self._mark = mark_sizes
             with unrelated_sizes():
-                for rows in (1, _TYPICAL_ROWS):
+                for rows in (1, max(2, min(_TYPICAL_ROWS, sizes[-1]))):
                     self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
                 if self.most_tokens > ROUTED_TOKENS:
                     self.forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))

@@ -1,37 +1,100 @@
-"""Run every GPU test in one go and print a table: `python -m tests.gpu.table`."""
+"""Run every GPU test in one go and print a table: `python -m tests.gpu.table [--jobs N] [arguments of pytest]`.
 
+A spec's tests share an engine, which takes half a minute to compile: each spec, and each precision test, is a process of its
+own, and N run at once (a quarter of the processors, unless told). A test that fails is printed when it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from flexgen.bench.shapes import SHAPES
+from tests.tiny import SPECS
 
-class Collector:
+HERE = Path(__file__).parent
+PYTEST = ["-q", "--no-header", "--tb=no"]
+
+
+class Collected:
+    """The names of all tests that pytest would run."""
+
     def __init__(self):
-        self.outcomes = defaultdict(Counter)
+        self.names = []
 
-    def pytest_configure(self, config):
-        self._config = config
+    def pytest_collection_finish(self, session):
+        self.names = [item.nodeid for item in session.items]
+
+
+class Recorder:
+    """Writes a line for each test as it ends: its name, its outcome, and why it failed."""
+
+    def __init__(self, path):
+        self.path = path
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
-            name = report.nodeid.split("[")[0].removeprefix("tests/gpu/")
-            self.outcomes[name][report.outcome] += 1
-            if report.failed:
-                crash = getattr(report.longrepr, "reprcrash", None)
-                why = " / ".join(str(crash.message if crash else report.longrepr).strip().splitlines()[:3])
-                self._config.get_terminal_writer().line(f"\n{report.nodeid}: {why[:300]}")
-                self._config.get_terminal_writer().flush()
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = str(crash.message if crash else report.longrepr) if report.failed else ""
+            with open(self.path, "a") as file:
+                file.write(json.dumps([report.nodeid, report.outcome, " / ".join(why.splitlines()[:3])[:300]]) + "\n")
 
 
-def main():
-    collector = Collector()
-    code = pytest.main([str(Path(__file__).parent), "-q", "--no-header", "--tb=no", *sys.argv[1:]], plugins=[collector])
-    for name, counts in collector.outcomes.items():
-        print(f"{name:90} " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    return code
+def groups(names):
+    """Tests by the spec or model that their parameters name, or else by file."""
+    known = re.compile("|".join(sorted(map(re.escape, (*SPECS, *SHAPES)), key=len, reverse=True)))
+    found = defaultdict(list)
+    for name in names:
+        file, _, test = name.partition("::")
+        named = known.search(test.partition("[")[2])
+        found[named[0] if named else file].append(name)
+    return list(found.values())
+
+
+def run(names):
+    """One process for these tests: what Recorder wrote, and a line for each test that it never came to."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcomes"
+        command = [sys.executable, "-m", "tests.gpu.table", "--record", str(path), *names]
+        log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {name for name, _, _ in rows}
+    rows += [[name, "failed", f"did not run: {log.strip().splitlines()[-1:]}"] for name in names if name not in done]
+    for name, outcome, why in rows:
+        if outcome == "failed":
+            print(f"{name}: {why}", flush=True)
+    return rows
+
+
+def main(arguments):
+    if arguments[:1] == ["--record"]:
+        return pytest.main([*arguments[2:], *PYTEST], plugins=[Recorder(arguments[1])])
+    jobs = max(1, (os.cpu_count() or 1) // 4)
+    if "--jobs" in arguments:
+        at = arguments.index("--jobs")
+        jobs, arguments = int(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+    collected = Collected()
+    code = pytest.main([str(HERE), *arguments, *PYTEST, "--collect-only"], plugins=[collected])
+    if code:
+        return code
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = [row for of_group in pool.map(run, groups(collected.names)) for row in of_group]
+    outcomes = defaultdict(Counter)
+    for name, outcome, _ in rows:
+        outcomes[name.partition("[")[0].removeprefix("tests/gpu/")][outcome] += 1
+    for test, counts in outcomes.items():
+        print(f"{test:90} " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return int(any(outcome == "failed" for _, outcome, _ in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
