@@ -37,7 +37,7 @@ def compiled(folder, **options):
     """An engine that starts as on a GPU, and how many graphs that took."""
     before = graphs()
     llm = engine(folder, **options)
-    llm.llm_engine.runner.compile([1, 2, 4])
+    llm.llm_engine.runner.compile(4, [1, 2, 4])
     return llm, graphs() - before
 
 

@@ -17,7 +17,7 @@ _STEPS = 24
 
 _GROUPS = (
     ("experts", ("_gate_up_", "_down_")),
-    ("attention", ("_attend_kernel", "_merge_kernel")),
+    ("attention", ("_attend_kernel",)),
     ("state", ("_delta_kernel", "_conv_kernel")),
     ("matrix products", ("gemm", "nvjet", "gemv", "_linear_", "cutlass", "splitK", "cublas")),
 )

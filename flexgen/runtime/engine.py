@@ -78,7 +78,8 @@ class Engine:
         print(f"flexgen start-up: {phases}", file=sys.stderr, flush=True)
 
     def _compile(self) -> None:
-        self.runner.compile(self.options.capture_sizes)
+        options = self.options
+        self.runner.compile(options.max_num_seqs, () if options.lazy_capture else options.capture_sizes)
 
     def _capture(self) -> None:
         self.runner.capture(self.options.capture_sizes, at_start=not self.options.lazy_capture)

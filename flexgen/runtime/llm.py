@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from flexgen.runtime import regional
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.options import EngineOptions
@@ -68,6 +71,9 @@ class LLM:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
                    "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None}  # fmt: skip
+        on_cuda = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
+        if on_cuda and not options.get("enforce_eager"):
+            regional.prepare()  # reading the weights takes longer
         self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
         self._directory = self.model.directory
         source = None if skip_tokenizer_init else tokenizer or self._directory

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.runtime import regional
 from flexgen.runtime.abi import Layer, Pages, SharedPages, State, Step, Weight
 from flexgen.runtime.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.config import check_ignored, normalise, read_config
@@ -92,8 +91,6 @@ class Model:
         )
         model = cls(package, dims, config, _dtype(dtype, config, raw), where)
         model.directory = directory
-        if where.type == "cuda":
-            regional.prepare()  # what an engine will want compiled; reading the weights takes longer
         if load_format == "dummy":
             model._fill_random()
         else:

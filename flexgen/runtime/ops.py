@@ -1,7 +1,7 @@
 """Norms, activations and rotary embedding: the small arithmetic that generated code calls.
 
 Each function repeats a family's exact order of operations and casts, since in bf16 another order is another result.
-Every one is plain torch and traces under `torch.compile(fullgraph=True, dynamic=True)`.
+Every one traces under `torch.compile(fullgraph=True, dynamic=True)`, and all but `project` are plain torch.
 
 Shape suffixes: T tokens, N heads, H head width. Norms and activations work on the last dim of any shape.
 """

@@ -7,8 +7,10 @@ and a step with prompts are variants of their own. More variants than that are a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from threading import Thread
 from types import FunctionType
 from typing import Any
@@ -43,25 +45,34 @@ class Regional:
         return self._run(*args)
 
 
-def prepare() -> None:
-    """Begin to start the compiler and its worker processes in the background, which takes as long as to compile a layer."""
+@cache
+def prepare() -> Thread:
+    """Begin to start the compiler's worker processes in the background, which takes as long as to compile a layer."""
+    from torch._inductor.async_compile import AsyncCompile  # only where something is compiled
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    # Inductor sets it when it first compiles, and Triton reads it each time: kernels from before would be in another place.
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
 
     def start() -> None:
-        from torch._inductor.async_compile import AsyncCompile
-        from torch._inductor.codecache import torch_key
-
         AsyncCompile.warm_pool()
         AsyncCompile.wakeup()
         torch_key()  # reads torch's own files
 
-    Thread(target=start, name="flexgen-compiler", daemon=True).start()
+    thread = Thread(target=start, name="flexgen-compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def chained() -> dict[str, Any]:
     """Options that make the compiler's kernels begin while the one before them still runs, as `kernels/launch` describes.
 
     Each then waits ahead of its first access. Inductor leaves that out where the node before writes nothing it reads, but
-    such a node may have no kernel of its own, and the kernel before it still runs.
+    such a node may have no kernel of its own, and the kernel before it still runs. The change holds for the whole process,
+    and for nothing that is compiled without this option.
+
+    Blocks are not tuned: kernels of other sizes run beside the tuning, and their sizes here are not those to come.
     """
     from torch._inductor.codegen.triton import TritonKernel  # only where something is compiled
 
@@ -71,11 +82,13 @@ def chained() -> dict[str, Any]:
             (kernel.body if looped else before).writeline(kernel.GDC_WAIT)
 
     TritonKernel._handle_pdl_before_access = wait
-    return {"triton.enable_pdl": True}
+    return {"triton.enable_pdl": True, "triton.autotune_pointwise": False}
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
     """Make the walker run compiled layers. Raises later, when a layer needs more variants than it may have."""
+    if backend == "inductor":
+        prepare().join()
     torch._dynamo.config.recompile_limit = VARIANTS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     compiled = {kind: Regional(model.package.walker.LAYERS[kind], backend) for kind in dict.fromkeys(model.dims.kinds)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -22,12 +23,17 @@ def of_each_kind(model: Any) -> Any:
     return small
 
 
-@torch.no_grad()
-def rehearse(runner: Any, sizes: Sequence[int], features: Sequence[Features], counts: Sequence[int]) -> None:
-    """Decode steps of each of `sizes` rows, and steps with `counts` prompts, all on the pad slot, by a runner that is no one else's."""
-    device = runner.device
+def rehearse(
+    runner: Any, sizes: Sequence[int], features: Sequence[Features], counts: Sequence[int], inference: bool
+) -> None:
+    """Decode steps of each of `sizes` rows, and steps with `counts` prompts, all on the pad slot.
+
+    For a thread of its own, with a copy of the runner. `inference`: the tables were made in torch's inference mode.
+    """
+    device = runner.last_S.device
     runner.model = of_each_kind(runner.model)
-    with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with on_device, torch.inference_mode(inference), torch.no_grad():
         for size in sizes:
             slots_R = torch.full((size,), PAD_SLOT, device=device)
             logits_RV = runner.decode_logits(slots_R)

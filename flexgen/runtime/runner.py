@@ -139,15 +139,19 @@ class Runner:
     # ------------------------------------------------------------ compiled and captured
 
     @torch.no_grad()
-    def compile(self, sizes: Sequence[int]) -> None:
-        """Compile the layers for one row, several rows, and steps with prompts, and the kernels that `sizes` of rows call."""
-        counts = [shape.rows - 1 for shape in self._shapes()]
+    def compile(self, most_rows: int, sizes: Sequence[int]) -> None:
+        """Compile the layers for one row, several rows, and steps with prompts.
+
+        Meanwhile the kernels are compiled that decode of `sizes` rows launches, and steps with prompts, if there are sizes.
+        """
+        counts = [shape.rows - 1 for shape in self._shapes()] if sizes else ()
+        compile_layers(self.model)
         with ThreadPoolExecutor(1) as other:
-            kernels = other.submit(rehearse, copy(self), sizes, CAPTURED, counts)
-            compile_layers(self.model)
+            rehearsal = copy(self), sizes, CAPTURED, counts, torch.is_inference_mode_enabled()
+            kernels = other.submit(rehearse, *rehearsal)
             self._mark = mark_sizes
             with unrelated_sizes():
-                for rows in (1, max(2, min(_TYPICAL_ROWS, sizes[-1]))):
+                for rows in (1, max(2, min(_TYPICAL_ROWS, most_rows))):
                     self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
                 if self.most_tokens > ROUTED_TOKENS:
                     self.forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))

@@ -135,19 +135,19 @@ def _down_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """out[route, BLOCK_N columns] = hidden @ down, rows back in the order of the routes.
 
-    Which experts there are was written two kernels before and may be read at once. AHEAD: weights of each column to ask
+    Which experts there are was written two kernels before and may be read at once, from the L2 cache. AHEAD: weights of each column to ask
     for before the hidden rows are there.
     """
     block = tl.program_id(1)
     start, rows = block, 1
     if SORTED:
-        rows = tl.load(block_rows + block)
+        rows = tl.load(block_rows + block, cache_modifier=".cg")
         if rows == 0:
             return
-        start = tl.load(block_start + block)
-        expert = tl.load(block_expert + block).to(tl.int64)
+        start = tl.load(block_start + block, cache_modifier=".cg")
+        expert = tl.load(block_expert + block, cache_modifier=".cg").to(tl.int64)
     else:
-        expert = tl.load(experts + block).to(tl.int64)
+        expert = tl.load(experts + block, cache_modifier=".cg").to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight += expert * weight_e
     if AHEAD > 0:
@@ -219,7 +219,7 @@ def _down_one_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """`_down_kernel` for one token and weights with contiguous rows."""
     route = tl.program_id(1)
-    expert = tl.load(experts + route).to(tl.int64)
+    expert = tl.load(experts + route, cache_modifier=".cg").to(tl.int64)
     n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = n < WIDTH
     weight += expert * weight_e

@@ -1,7 +1,9 @@
 """What launches are sized by, shapes and the device, never data, so that a captured launch stays right; and their chaining.
 
-Kernels here begin while the one before them still runs (programmatic dependent launch, from Hopper on): a program may load
-what no kernel of a step writes, weights above all, and calls `await_previous` before anything else.
+Kernels here begin while the one before them still runs (programmatic dependent launch, from Hopper on), but not before all
+programs of that one have come to their own `await_previous`: what kernels before it wrote is then complete. So ahead of
+`await_previous` a program may load what no kernel of a step writes, weights above all, and, past its L1 cache, what the kernel
+before the last one wrote.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ INTERPRETED_PROCESSORS = 4
 
 
 def _chains() -> bool:
-    """Whether launches can overlap. Triton's interpreter has no such thing."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return not interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    """Whether launches can overlap on every device here. Triton's interpreter has no such thing."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return all(torch.cuda.get_device_capability(index)[0] >= 9 for index in range(torch.cuda.device_count()))
 
 
 CHAINED = tl.constexpr(_chains())
@@ -63,7 +66,7 @@ _ARRIVALS = 2**14
 def arrivals(device: torch.device) -> Tensor:
     """Counts of the programs that have finished their part of a result, for the last of them to add the parts up.
 
-    Every launch leaves them at zero, and launches run one after the other.
+    Every launch leaves them at zero. Launches that share them must run one after the other: a device has one such stream.
     """
     return torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
 

@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.kernels.launch import CHAIN, LINE, arrivals, await_previous, lines, prefetch, processors
+from flexgen.runtime.kernels.launch import (
+    CHAIN,
+    LINE,
+    arrivals,
+    await_previous,
+    lines,
+    prefetch,
+    processors,
+    shared_memory,
+)
 
 _MOST_TOKENS = 64
 _MOST_WEIGHTS = 2**21
@@ -120,19 +129,20 @@ class Launch:
         tiles = max(1, processors(device) // splits)
         rows = min(128, triton.cdiv(triton.cdiv(features, tiles), 8) * 8)
         block_t, block_o = 16 if tokens <= 16 else _MOST_TOKENS, max(16, triton.next_power_of_2(rows))
-        steps = triton.cdiv(width, splits * block_d)
-        stages = min(8, max(2, steps), _SHARED // (2 * block_d * (block_o + block_t)))
+        room = min(_SHARED, shared_memory(device) or _SHARED) - _RESERVED
+        stages = min(8, max(2, triton.cdiv(width, splits * block_d)), room // (2 * block_d * (block_o + block_t)))
         return cls(rows, splits, block_t, block_o, block_d, lines(width // splits, 256), 4, stages)
 
 
-_SHARED = 220 * 1024
-"""Bytes of a multiprocessor's shared memory for tiles of 16-bit numbers."""
+_SHARED = 224 * 1024
+_RESERVED = 4096
+"""Bytes of shared memory: at most so many, and what a program needs besides its tiles of 16-bit numbers."""
 
 
 def serves(x_TD: Tensor, weight_OD: Tensor) -> bool:
     """Whether `linear` is the faster choice: for one token, and for a few and small 16-bit weights."""
     tokens, is_half = x_TD.shape[0], x_TD.element_size() == 2
-    few = is_half and tokens <= _MOST_TOKENS and weight_OD.numel() <= _MOST_WEIGHTS
+    few = is_half and 0 < tokens <= _MOST_TOKENS and weight_OD.numel() <= _MOST_WEIGHTS
     return (tokens == 1 or few) and weight_OD.stride(1) == 1
 
 
@@ -153,6 +163,7 @@ def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, launch: Launc
         )  # fmt: skip
         return out
     launch = launch or Launch.of(tokens, features, width, x_TD.device)
+    assert tokens <= launch.block_t and launch.stages >= 2
     steps = triton.cdiv(width, launch.block_d)
     span = triton.cdiv(steps, launch.splits) * launch.block_d
     parts = x_TD.new_empty((launch.splits, tokens, features), dtype=torch.float32) if launch.splits > 1 else out

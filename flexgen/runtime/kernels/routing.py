@@ -20,6 +20,7 @@ def _top_k_kernel(scores, values, ids, stride, COUNT: tl.constexpr, K: tl.conste
     expert = tl.arange(0, BLOCK)
     await_previous()
     x = tl.load(scores + token * stride + expert, mask=expert < COUNT, other=0.0).to(tl.float32) + 0.0  # -0 becomes 0
+    x = tl.where(x != x, float("nan"), x)  # of either sign
     bits = x.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = (ordered.to(tl.int64) << 32) | (BLOCK - 1 - expert)
