@@ -22,7 +22,7 @@ import triton.language as tl
 from timing import read_bandwidth, seconds
 
 from flexgen.runtime.kernels.launch import CHAIN, await_previous
-from flexgen.runtime.kernels.linear import Launch, _linear_one_kernel, linear
+from flexgen.runtime.kernels.linear import Launch, linear_few, linear_one
 
 SHAPES = (
     (2048, 4096), (5120, 2048), (128, 2048),  # qwen3-30b-a3b
@@ -53,17 +53,6 @@ def launches(tokens: int, features: int, width: int) -> list[Launch]:
     return [launch for launch in dict.fromkeys(found) if launch.stages >= 2]
 
 
-def single(x: torch.Tensor, weight: torch.Tensor, block_o: int, block_d: int, warps: int) -> torch.Tensor:
-    """One token with other sizes than `linear` chooses."""
-    features, width = weight.shape
-    out = x.new_empty((1, features))
-    _linear_one_kernel[(triton.cdiv(features, block_o),)](
-        x, weight, weight, out, features, weight.stride(0),
-        WIDTH=width, BIAS=False, BLOCK_O=block_o, BLOCK_D=block_d, num_warps=warps, **CHAIN,
-    )  # fmt: skip
-    return out
-
-
 SINGLE = ((8, 512, 2), (4, 1024, 2), (8, 1024, 4), (2, 2048, 4), (1, 4096, 4), (2, 4096, 8))
 
 
@@ -76,11 +65,11 @@ def build(part: int, tokens: list[int]) -> None:
             kinds.setdefault((*compiled, width % launch.block_d == 0, launch.rows % 16 == 0), (count, features, width, launch))
     for count, features, width, launch in list(kinds.values())[part::WORKERS]:
         x, weight = (torch.zeros(n, width, dtype=torch.bfloat16, device="cuda") for n in (count, features))
-        linear(x, weight, None, launch)
+        linear_few(x, weight, None, launch)
     if 1 in tokens:
         for width, sizes in list(itertools.product({width for _, width in SHAPES}, SINGLE))[part::WORKERS]:
             x, weight = (torch.zeros(n, width, dtype=torch.bfloat16, device="cuda") for n in (1, 256))
-            single(x, weight, *sizes)
+            linear_one(x, weight, None, sizes)
 
 
 def measure(features: int, width: int, tokens: int) -> list[dict]:
@@ -98,11 +87,11 @@ def measure(features: int, width: int, tokens: int) -> list[dict]:
 
     rows = [row("cublas", F.linear)]
     if tokens == 1:
-        rows.append(row("one", lambda x, w: linear(x, w, None)))
-        return rows + [row("x".join(map(str, sizes)), lambda x, w, sizes=sizes: single(x, w, *sizes)) for sizes in SINGLE]
+        rows.append(row("one", lambda x, w: linear_one(x, w, None)))
+        return rows + [row("x".join(map(str, sizes)), lambda x, w, sizes=sizes: linear_one(x, w, None, sizes)) for sizes in SINGLE]
     for launch in launches(tokens, features, width):
         name = f"{launch.rows}/{launch.splits} {launch.block_o}x{launch.block_d}x{launch.stages} +{launch.ahead}"
-        rows.append(row(name, lambda x, w, launch=launch: linear(x, w, None, launch)))
+        rows.append(row(name, lambda x, w, launch=launch: linear_few(x, w, None, launch)))
     return rows
 
 

@@ -99,3 +99,20 @@ def test_a_layer_with_more_variants_than_it_may_have_raises(monkeypatch):
     monkeypatch.setattr(regional, "VARIANTS", 1)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         compiled(saved("llama")[1])
+
+
+def test_an_engine_may_be_made_in_inference_mode():
+    """Its tables are inference tensors then, which the thread that compiles kernels writes too."""
+    folder, prompts = saved("qwen3_5")[1], [prompt(9)]
+    with torch.inference_mode():
+        llm, _ = compiled(folder)
+        assert answers(llm, prompts) == answers(engine(folder), prompts)
+
+
+def test_what_fails_in_the_thread_that_compiles_kernels_is_raised(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(runner, "rehearse", broken)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        compiled(saved("llama")[1])

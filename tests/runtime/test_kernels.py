@@ -227,7 +227,7 @@ else:
     @pytest.mark.parametrize("features, width", [(5, 7), (130, 1500), (64, 1024), (1, 3)])
     @pytest.mark.parametrize("biased", [False, True])
     def test_one_token_times_a_matrix(features, width, biased):
-        x, wide = torch.randn(1, width), torch.randn(features, width + 5)
+        x, wide = torch.randn(1, 2 * width)[:, ::2], torch.randn(features, width + 5)
         bias = torch.randn(features) if biased else None
         y = linear.linear(x, wide[:, :width], bias)
         torch.testing.assert_close(y, torch.nn.functional.linear(x, wide[:, :width], bias), atol=1e-4, rtol=1e-5)
@@ -236,12 +236,12 @@ else:
     @pytest.mark.parametrize("features, width, block_d", [(5, 50, 16), (130, 96, 32), (64, 64, 16)])
     @pytest.mark.parametrize("biased", [False, True])
     def test_few_tokens_times_a_matrix(tokens, splits, rows, features, width, block_d, biased):
-        x, wide = torch.randn(tokens, 2 * width)[:, ::2], torch.randn(features, width + 5)
+        x, wide = torch.randn(tokens, width + 3)[:, :width], torch.randn(features, width + 5)
         bias = torch.randn(features) if biased else None
         launch = linear.Launch(rows, splits, {2: 16, 17: 32, 64: 64}[tokens], block_o=16, block_d=block_d, ahead=64, warps=4, stages=2)
         expected = torch.nn.functional.linear(x, wide[:, :width], bias)
         for _ in range(2):
-            y = linear.linear(x, wide[:, :width], bias, launch)
+            y = linear.linear_few(x, wide[:, :width], bias, launch)
             torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-5)
 
     @settings(deadline=None, max_examples=200)

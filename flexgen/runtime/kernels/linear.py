@@ -146,33 +146,43 @@ def serves(x_TD: Tensor, weight_OD: Tensor) -> bool:
     return (tokens == 1 or few) and weight_OD.stride(1) == 1
 
 
-def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, launch: Launch | None = None) -> Tensor:
+def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     """`F.linear`, (T, O) in x's dtype, summed in fp32. The weight's rows must be contiguous."""
-    tokens, (features, width) = x_TD.shape[0], weight_OD.shape
-    if x_TD.stride(1) != 1:
-        x_TD = x_TD.contiguous()
     assert weight_OD.stride(1) == 1
-    out = x_TD.new_empty((tokens, features))
-    bias, biased = (weight_OD, False) if bias_O is None else (bias_O, True)
-    if tokens == 1 and launch is None:
-        block_o = 4 if features >= 8 * processors(x_TD.device) else 1
-        block_d = min(_TILE // block_o, triton.next_power_of_2(width))
-        _linear_one_kernel[(triton.cdiv(features, block_o),)](
-            x_TD, weight_OD, bias, out, features, weight_OD.stride(0),
-            WIDTH=width, BIAS=biased, BLOCK_O=block_o, BLOCK_D=block_d, num_warps=2, **CHAIN,
-        )  # fmt: skip
-        return out
-    launch = launch or Launch.of(tokens, features, width, x_TD.device)
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    return (linear_one if x_TD.shape[0] == 1 else linear_few)(x_TD, weight_OD, bias_O)
+
+
+def linear_one(x_1D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, sizes: tuple[int, int, int] | None = None) -> Tensor:
+    """`linear` for one token. `sizes` overrides BLOCK_O, BLOCK_D and warps, for tuning."""
+    features, width = weight_OD.shape
+    if sizes is None:
+        block_o = 4 if features >= 8 * processors(x_1D.device) else 1
+        sizes = block_o, min(_TILE // block_o, triton.next_power_of_2(width)), 2
+    block_o, block_d, warps = sizes
+    out = x_1D.new_empty((1, features))
+    _linear_one_kernel[(triton.cdiv(features, block_o),)](
+        x_1D, weight_OD, weight_OD if bias_O is None else bias_O, out, features, weight_OD.stride(0),
+        WIDTH=width, BIAS=bias_O is not None, BLOCK_O=block_o, BLOCK_D=block_d, num_warps=warps, **CHAIN,
+    )  # fmt: skip
+    return out
+
+
+def linear_few(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, launch: Launch | None = None) -> Tensor:
+    """`linear` for up to `launch.block_t` tokens. `launch` overrides the sizes, for tuning."""
+    tokens, (features, width), device = x_TD.shape[0], weight_OD.shape, x_TD.device
+    launch = launch or Launch.of(tokens, features, width, device)
     assert tokens <= launch.block_t and launch.stages >= 2
-    steps = triton.cdiv(width, launch.block_d)
-    span = triton.cdiv(steps, launch.splits) * launch.block_d
-    parts = x_TD.new_empty((launch.splits, tokens, features), dtype=torch.float32) if launch.splits > 1 else out
-    counts = arrivals(x_TD.device)
-    assert launch.splits == 1 or triton.cdiv(features, launch.rows) <= len(counts)
-    _linear_few_kernel[(triton.cdiv(features, launch.rows), launch.splits)](
-        x_TD, weight_OD, bias, out, parts, counts, tokens, features, width, launch.rows, span,
-        x_TD.stride(0), weight_OD.stride(0), WHOLE=width % launch.block_d == 0, BIAS=biased, SPLITS=launch.splits,
-        AHEAD=launch.ahead, BLOCK_T=launch.block_t, BLOCK_O=launch.block_o, BLOCK_D=launch.block_d,
+    tiles, splits = triton.cdiv(features, launch.rows), launch.splits
+    span = triton.cdiv(triton.cdiv(width, launch.block_d), splits) * launch.block_d
+    out, counts = x_TD.new_empty((tokens, features)), arrivals(device)
+    assert splits == 1 or tiles <= len(counts)
+    parts = x_TD.new_empty((splits, tokens, features), dtype=torch.float32) if splits > 1 else out
+    _linear_few_kernel[(tiles, splits)](
+        x_TD, weight_OD, weight_OD if bias_O is None else bias_O, out, parts, counts,
+        tokens, features, width, launch.rows, span, x_TD.stride(0), weight_OD.stride(0),
+        WHOLE=width % launch.block_d == 0, BIAS=bias_O is not None, SPLITS=splits, AHEAD=launch.ahead,
+        BLOCK_T=launch.block_t, BLOCK_O=launch.block_o, BLOCK_D=launch.block_d,
         num_warps=launch.warps, num_stages=launch.stages, **CHAIN,
     )  # fmt: skip
     return out
