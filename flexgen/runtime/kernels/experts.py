@@ -355,11 +355,8 @@ def _one_blocks(rows: int, width: int, device: torch.device, tile: int) -> dict[
 
 
 def _route_block(routes: int) -> int:
-    """A block that holds all routes, of few sizes, since each is a kernel to compile."""
-    block = 64
-    while block < routes:
-        block *= 8
-    return block
+    """A block that holds all routes: of few sizes where they are few, since each is a kernel to compile."""
+    return next((block for block in (64, 512) if routes <= block), triton.next_power_of_2(routes))
 
 
 def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
