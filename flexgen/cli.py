@@ -46,9 +46,14 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a letter shows its number
     try:
-        sys.exit(app(prog_name="flexgen", standalone_mode=False) or 0)  # typer hands back the code of its own Exit
+        code = app(prog_name="flexgen", standalone_mode=False) or 0  # typer hands back the code of its own Exit
+        sys.stdout.flush()
+        sys.exit(code)
     except SystemExit:
         raise
+    except BrokenPipeError:  # nobody reads on; what is still buffered goes nowhere, without a word at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except Exception as error:  # the outermost frame: nothing may end in a traceback
