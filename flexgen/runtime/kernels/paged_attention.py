@@ -40,6 +40,30 @@ def _row_of_block(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, 
     return low
 
 
+@triton.jit
+def _merge(  # noqa: ANN202
+    part_out, part_max, part_sum, at, stride, parts, live_m, mask,  # noqa: ANN001
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The maximum, sum and weighted values of a row's keys, from those of its parts, in their order."""
+    h = tl.arange(0, BLOCK_H)
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    for part in range(parts):
+        of_part = at + part * stride
+        most = tl.load(part_max + of_part, mask=live_m, other=float("-inf"), cache_modifier=".cg")
+        new_best = tl.maximum(best, most)
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink, weight = tl.exp2(best - safe), tl.exp2(most - safe)
+        total_m = tl.load(part_sum + of_part, mask=live_m, other=0.0, cache_modifier=".cg")
+        sums_mh = tl.load(part_out + of_part[:, None] * WIDTH + h[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        total = total * shrink + total_m * weight
+        sums = sums * shrink[:, None] + sums_mh * weight[:, None]
+        best = new_best
+    return best, total, sums
+
+
 @triton.jit(do_not_specialize=["rows", "tokens", "splits"])
 def _attend_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, starts, lengths, sinks, out, part_out, part_max, part_sum, counts,  # noqa: ANN001
@@ -126,23 +150,13 @@ def _attend_kernel(  # noqa: ANN202
         tl.store(part_sum + mine, total, mask=live_m)
         tl.store(part_out + mine[:, None] * WIDTH + h[None, :], sums, mask=mask)
         tl.debug_barrier()  # all of this program's part is written before it says so
-        arrivals = counts + block * tl.num_programs(1) + kv_head
-        last = tl.atomic_add(arrivals, 1, sem="acq_rel") == working - 1
-        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        for other in range(tl.where(last, working, 0)):
-            theirs = other * size + part
-            most = tl.load(part_max + theirs, mask=live_m, other=float("-inf"), cache_modifier=".cg")
-            new_best = tl.maximum(best, most)
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-            shrink, weight = tl.exp2(best - safe), tl.exp2(most - safe)
-            total_m = tl.load(part_sum + theirs, mask=live_m, other=0.0, cache_modifier=".cg")
-            sums_mh = tl.load(part_out + theirs[:, None] * WIDTH + h[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-            total = total * shrink + total_m * weight
-            sums = sums * shrink[:, None] + sums_mh * weight[:, None]
-            best = new_best
+        arrived = counts + block * tl.num_programs(1) + kv_head
+        last = tl.atomic_add(arrived, 1, sem="acq_rel") == working - 1
+        parts = tl.where(last, working, 0)
+        best, total, sums = _merge(part_out, part_max, part_sum, part, size, parts, live_m, mask, WIDTH, BLOCK_M, BLOCK_H)
         mask = mask & (h < tl.where(last, WIDTH, 0))[None, :]
         if last:
-            tl.store(arrivals, 0)
+            tl.store(arrived, 0)
     if SINKS:
         sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
         new_best = tl.maximum(best, sink)
