@@ -326,6 +326,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     max_tokens: int = 128,
     temperature: float = 0.0,
+    spec: Annotated[str | None, typer.Option("--spec", help="The spec to serve it by, where several do.")] = None,
 ) -> None:
     """Continue prompts from arguments, a file or stdin, streaming."""
     from flexgen import LLM, SamplingParams
@@ -337,7 +338,7 @@ def generate(
         prompts = _lines(sys.stdin.read())
     if not prompts:
         raise UsageError("no prompt: give -p TEXT, -f FILE, or text on stdin")
-    llm = LLM(model=str(model))
+    llm = LLM(model=str(model), spec=spec)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     for text in prompts:
         given: str | dict[str, list[int]] = text

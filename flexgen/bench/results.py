@@ -45,8 +45,11 @@ class Result:
         return f"{self.workload}-{self.model}-{self.batch}-{self.engine}.json"
 
     def save(self, folder: Path) -> Path:
+        """Write it, in place of an earlier one of the same device. Raises ValueError where another's lies."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.name
+        if path.exists() and (measured := _load(path).device) != self.device:
+            raise ValueError(f"{path} holds a figure of {measured}, and this one is of {self.device}: give another --out")
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
 

@@ -32,7 +32,7 @@ def _is_int(value: object) -> bool:
 
 
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", _is_int),
+    "int": ("a whole number, not negative", lambda value: _is_int(value) and value >= 0),
     "float": ("a number", lambda value: _is_int(value) or isinstance(value, float)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "number": ("a number or a flag", lambda value: isinstance(value, int | float)),

@@ -151,10 +151,10 @@ class Config:
     # `nonzero` is for what the spec divides by
 
     def int(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int:
-        """A whole number: of the first path that is present, else the default."""
+        """A whole number, not negative: of the first path that is present, else the default."""
         path, value = self._first(paths, default, nonzero)
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LARGEST:
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a whole number of at most 64 bits")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a whole number, not negative, of at most 64 bits")
         return value
 
     def float(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import random
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -31,14 +34,26 @@ from flexgen.runtime.tokens import Tokens
 log = logging.getLogger(__name__)
 
 
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Only one thread at a time is inside an engine."""
+
+    @wraps(method)
+    def run(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        with engine._turn:
+            return method(engine, *args, **kwargs)
+
+    return run
+
+
 class Engine:
-    """One model, its pages and slots, and all requests on them. Not safe for several threads.
+    """One model, its pages and slots, and all requests on them. Calls from several threads take turns.
 
     Raises ValueError for a request that it cannot serve, with the numbers, and then holds nothing of it.
     """
 
     def __init__(self, model: Any, tokens: Tokens, options: EngineOptions) -> None:
         self.model, self.tokens, self.options = model, tokens, options
+        self._turn = threading.RLock()
         self.metrics = Metrics()
         wanted = options.enable_prefix_caching is not False
         self.prefix_caching = wanted and not has_recurrent_state(model.state)
@@ -86,6 +101,7 @@ class Engine:
 
     # ------------------------------------------------------------ requests in
 
+    @_in_turn
     def add(
         self,
         request_id: str,
@@ -153,7 +169,7 @@ class Engine:
         return Detokenizer(lambda part: self.tokens.decode(part, params.skip_special_tokens), ids)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
-        ids, vocab = [int(token) for token in prompt_ids], self.model.dims.vocab
+        ids, vocab = [_whole(token) for token in prompt_ids], self.model.dims.vocab
         if not ids:
             raise ValueError("the prompt is empty (0 tokens); it must have at least 1")
         outside = next((token for token in ids if not 0 <= token < vocab), None)
@@ -207,6 +223,7 @@ class Engine:
                 )
         return limit
 
+    @_in_turn
     def abort(self, group: RequestGroup, stop_reason: str | None = None) -> None:
         """End a group's unfinished requests now and free all they hold; what they generated stays."""
         for request in group.requests:
@@ -220,6 +237,7 @@ class Engine:
     def unfinished(self) -> bool:
         return self.scheduler.unfinished
 
+    @_in_turn
     def step(self) -> None:
         """Launch one step and read the tokens of the one before. Groups that grew have a higher `version`.
 
@@ -245,6 +263,7 @@ class Engine:
                 self.abort_all()
             self.metrics.step_seconds += time.perf_counter() - started
 
+    @_in_turn
     def abort_all(self) -> None:
         """End every request and forget the step in flight and the prefix cache, which it may have spoilt."""
         self._flight = None
@@ -252,6 +271,7 @@ class Engine:
             self.abort(group)
         self.tables.forget_all()
 
+    @_in_turn
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their pages."""
         self.tables.forget_all()
@@ -394,3 +414,13 @@ class Engine:
 
 def _prompt_tokens(row: Row) -> int:
     return max(0, min(len(row.request.prompt), row.start + row.count) - row.start)
+
+
+def _whole(token: Any) -> int:
+    """A token id as it was given, if it is one."""
+    try:
+        if isinstance(token, bool):
+            raise TypeError
+        return operator.index(token)
+    except TypeError:
+        raise ValueError(f"prompt token {token!r} is a {type(token).__name__}, and must be a whole number") from None

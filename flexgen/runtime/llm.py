@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class LLM:
         tokens = Tokens.load(source, self._directory, self.model.config, self.model.dims.vocab)
         sizes = {name: value for name, value in options.items() if name not in _NEUTRAL and value is not None}
         self.llm_engine = Engine(self.model, tokens, EngineOptions(_max_model_len(self.model, max_model_len), **sizes))
-        self._requests = 0
+        self._requests = itertools.count()
 
     def generate(
         self,
@@ -124,6 +125,8 @@ class LLM:
         """Answer one conversation or a list of them, through the tokenizer's chat template (it writes BOS, once)."""
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True continues the last message: set add_generation_prompt=False")
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise TypeError(f"messages is a list of messages, or of such lists; got {messages!r}")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         template = dict(chat_template_kwargs or {}) | {
             "chat_template": chat_template,
@@ -196,8 +199,7 @@ class LLM:
         complete = False
         try:
             for (text, ids), each in zip(parsed, params):
-                groups.append(self.llm_engine.add(str(self._requests), ids, each, text, timeout))
-                self._requests += 1
+                groups.append(self.llm_engine.add(str(next(self._requests)), ids, each, text, timeout))
             complete = True
         finally:
             if not complete:
@@ -223,13 +225,23 @@ def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[i
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is None and ids is None:
             raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+        if text is not None and not isinstance(text, str):
+            raise _no_prompt(text)
         return text, tokens.encode(text) if ids is None else ids
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise _no_prompt(prompt)
     return None, prompt
+
+
+def _no_prompt(given: Any) -> TypeError:
+    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {given!r}")
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
     prompts = list(prompts)
     return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
 
@@ -239,6 +251,8 @@ def _params_list(params: Params | None, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise TypeError(f"sampling_params is one SamplingParams, or a list with one for each prompt; got {params!r}")
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each")
     return list(params)

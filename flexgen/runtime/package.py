@@ -64,7 +64,10 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
     if len(fitting) == 1:
         return packages[fitting[0]]
     if fitting:
-        raise ConfigError(f"several specs describe this checkpoint: {', '.join(fitting)}; pass spec=NAME")
+        raise ConfigError(
+            f"several specs describe this checkpoint (model_type {raw.get('model_type')!r}), and no `require` of theirs rules it out: "
+            f"{', '.join(fitting)}; choose one with spec=NAME, or --spec NAME on the command line"
+        )
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
     raise ConfigError(f"no spec describes this checkpoint (model_type {raw.get('model_type')!r}):{listed}")
 

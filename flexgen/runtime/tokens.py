@@ -78,7 +78,26 @@ class Tokens:
         tokenizer = self.require("chat")
         if not getattr(tokenizer, "chat_template", None) and not template.get("chat_template"):
             raise ValueError("this tokenizer has no chat template; give chat(..., chat_template=TEXT)")
-        return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **template))
+        plain = [_plain_message(message) for message in messages]
+        return list(tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False, **template))
+
+
+def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is text: its parts of type `text` are joined by newlines, as vLLM does."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message is a dict with a 'role' and a 'content'; got {message!r}")
+    content = message.get("content")
+    if content is None or isinstance(content, str):  # None: a message that calls tools
+        return message
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise ValueError(f"a message's content is text, or parts {{'type': 'text', 'text': ...}}; got {part!r}")
+    return {**message, "content": "\n".join(texts)}
 
 
 def _ids(value: int | Sequence[int] | None) -> Sequence[int]:

@@ -46,12 +46,17 @@ def verify(
     except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
         raise UsageError(f"device is {device!r}, which torch cannot use on this machine: give another --device") from None
     folder = _package(spec)
-    name = read_manifest(folder)["name"]
+    manifest = read_manifest(folder)
+    name = manifest["name"]
     if checkpoint is not None:
         model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)  # first: it refuses what is none
         oracle = reference.load(Path(checkpoint), device)
         return _compare(name, str(checkpoint), model, oracle)
-    oracle = reference.tiny(load_spec(find_specs([name])[0]).model.tiny).to(device)
+    source = find_specs([name])[0]
+    described = load_spec(source)
+    if described.digest != manifest["digest"]:
+        raise UsageError(f"{folder} was not built from {source} as it is now: run `flexgen build {source}` first")
+    oracle = reference.tiny(described.model.tiny).to(device)
     with tempfile.TemporaryDirectory() as directory:
         reference.save(oracle, directory)
         with warnings.catch_warnings():

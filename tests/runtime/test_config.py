@@ -146,7 +146,7 @@ def test_unreadable_files_are_named(text, word, tmp_path):
 @pytest.mark.parametrize(
     "reader, value",
     [
-        ("int", True), ("int", "64"), ("int", 64.0), ("float", False), ("float", "1e-5"), ("float", float("nan")),
+        ("int", True), ("int", "64"), ("int", 64.0), ("int", -64), ("float", False), ("float", "1e-5"), ("float", float("nan")),
         ("float", float("inf")), ("flag", 1), ("flag", "true"), ("number", "1"), ("number", [1]),
     ],
 )  # fmt: skip
@@ -295,7 +295,7 @@ def copied(folder: Any, *names: str) -> Any:
 
 def test_two_packages_are_ambiguous_until_one_is_named(tmp_path):
     both = copied(tmp_path, "one", "two")
-    with pytest.raises(ConfigError, match="one, two"):
+    with pytest.raises(ConfigError, match="one, two; choose one with spec=NAME, or --spec NAME"):
         choose(tiny("llama"), generated=both)
     assert choose(tiny("llama"), spec="two", generated=both) == both / "two"
     assert choose(tiny("llama"), generated=both / "one") == both / "one"

@@ -1,6 +1,7 @@
 """The surface of LLM: forms of prompts, chat, streams, prompt_logprobs, arguments, and a long mixed run."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -204,3 +205,49 @@ def test_many_mixed_requests_through_thirty_two_slots_end_with_everything_free(k
     assert llm.metrics()["preemptions"] > 0 or "sliding" in kinds[0]
     llm.llm_engine.step()
     assert_all_free(llm)
+
+
+def test_threads_take_turns(talker):
+    llm, toy = talker
+    prompts = [[1 + row, 5, 2] for row in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda ids: llm.generate([ids], GREEDY, use_tqdm=False)[0], prompts * 3))
+    assert [output.outputs[0].token_ids for output in outputs] == [toy.greedy(ids, 6) for ids in prompts * 3]
+    assert len({output.request_id for output in outputs}) == len(outputs)
+    assert_all_free(llm)
+
+
+@pytest.mark.parametrize("prompt", [None, [None], 5, b"the", [b"the"], {"prompt": 5}])
+def test_what_is_no_prompt_is_named(talker, prompt):
+    with pytest.raises(TypeError, match="a prompt is text, a list of token ids, or a dict"):
+        talker[0].generate(prompt, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("token", [1.5, True, "a"])
+def test_what_is_no_token_is_named(talker, token):
+    with pytest.raises(ValueError, match=r"prompt token .* must be a whole number"):
+        talker[0].generate({"prompt_token_ids": [1, token]}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [GREEDY, None]])
+def test_what_is_no_sampling_params_is_named(talker, params):
+    with pytest.raises(TypeError, match="sampling_params is one SamplingParams, or a list"):
+        talker[0].generate([[1], [2]], params, use_tqdm=False)
+
+
+def test_parts_of_a_message_are_its_text(talker):
+    llm, _ = talker
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    def asked(content):
+        message = [{"role": "user", "content": content}]
+        return llm.chat(message, GREEDY, use_tqdm=False, chat_template=template)[0].prompt_token_ids
+
+    parts = [{"type": "text", "text": "the fox"}, {"type": "text", "text": "the"}]
+    assert asked(parts) == asked("the fox\nthe")
+    with pytest.raises(ValueError, match="image_url"):
+        asked([{"type": "image_url", "image_url": {}}])
+    with pytest.raises(ValueError, match="a message is a dict with a 'role'"):
+        llm.chat([{"content": "the"}], GREEDY, use_tqdm=False, chat_template=template)
+    with pytest.raises(TypeError, match="messages is a list"):
+        llm.chat("the", GREEDY, use_tqdm=False, chat_template=template)

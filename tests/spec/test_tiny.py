@@ -72,7 +72,7 @@ def test_a_tiny_that_passes_loads(spec):
     assert passed > 20
 
 
-@pytest.mark.parametrize("heads", [0, 3, -2])
+@pytest.mark.parametrize("heads", [0, 3])
 def test_heads_that_do_not_divide_are_refused_at_load(heads):
     walker = load_package(find_packages()["llama"]).walker
     config = load((root("specs") / "llama.yaml").read_bytes(), "llama.yaml").data["tiny"] | {"num_key_value_heads": heads}

@@ -142,3 +142,11 @@ def test_the_oracle_on_a_host_runs_no_kernels_for_gpus(monkeypatch):
     whole = reference.logits(reference.tiny(tiny_config("qwen3_5")), tokens)
     monkeypatch.undo()
     assert torch.equal(whole, reference.logits(reference.tiny(tiny_config("qwen3_5")), tokens))
+
+
+def test_a_package_older_than_its_spec_is_refused(tmp_path):
+    folder = shutil.copytree(find_packages()["llama"], tmp_path / "llama")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": "another"}))
+    with pytest.raises(UsageError, match=r"was not built from .*llama.yaml as it is now: run `flexgen build"):
+        verify(folder)
