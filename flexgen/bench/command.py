@@ -13,7 +13,7 @@ from rich.table import Table
 from flexgen.bench.engines import Flexgen, engine_named
 from flexgen.bench.peers import VLLM
 from flexgen.bench.profile import profile
-from flexgen.bench.results import Result
+from flexgen.bench.results import Result, device_name, file_name, labelled, spare_other_devices
 from flexgen.bench.run import measure
 from flexgen.bench.shapes import SHAPES, shape
 from flexgen.bench.workloads import BATCHES, DECODE, WORKLOADS, Workload
@@ -33,8 +33,15 @@ def run_bench(
 ) -> None:
     """Measure every combination, save each figure when it is there, print them as a table."""
     plan = _plan(workloads or list(WORKLOADS), batches, repeats)
-    engines = [engine_named(name).name for name in engines or ["flexgen"]]
-    for model in _known(models, layers):
+    engines, known = [engine_named(name).name for name in engines or ["flexgen"]], _known(models, layers)
+    spare_other_devices(
+        (
+            out / file_name(engine, labelled(model, layers), workload.name, batch)
+            for model in known for engine in engines for workload, batch in plan
+        ),
+        device_name(),
+    )  # fmt: skip
+    for model in known:
         for engine in engines:
             most = max(batch for _, batch in plan)
             options = {"max_num_seqs": most} if engine == "flexgen" else {}

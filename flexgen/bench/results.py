@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,16 +43,30 @@ class Result:
     @property
     def name(self) -> str:
         """What the file is called."""
-        return f"{self.workload}-{self.model}-{self.batch}-{self.engine}.json"
+        return file_name(self.engine, self.model, self.workload, self.batch)
 
     def save(self, folder: Path) -> Path:
-        """Write it, in place of an earlier one of the same device. Raises ValueError where another's lies."""
+        """Write it, in place of an earlier one."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.name
-        if path.exists() and (measured := _load(path).device) != self.device:
-            raise ValueError(f"{path} holds a figure of {measured}, and this one is of {self.device}: give another --out")
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
+
+
+def file_name(engine: str, model: str, workload: str, batch: int) -> str:
+    return f"{workload}-{model}-{batch}-{engine}.json"
+
+
+def labelled(model: str, layers: int | None) -> str:
+    """What figures call a model of which the first `layers` are measured."""
+    return model if layers is None else f"{model}-{layers}-layers"
+
+
+def spare_other_devices(paths: Iterable[Path], device: str) -> None:
+    """Raise ValueError, before anything is measured, where a figure of another device would be replaced."""
+    for path in paths:
+        if path.exists() and (measured := _load(path).device) != device:
+            raise ValueError(f"{path} holds a figure of {measured}, and this machine's are of {device}: give another --out")
 
 
 def load_results(folder: Path) -> list[Result]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flexgen.bench.engines import engine_named
-from flexgen.bench.results import Result, commit, device_name, versions
+from flexgen.bench.results import Result, commit, device_name, labelled, versions
 from flexgen.bench.workloads import Workload
 
 _WARM_UP_TOKENS = 8
@@ -30,7 +30,7 @@ def measure(
             rate = throughput(running, workload, batch)
             yield Result(
                 engine=engine,
-                model=model if layers is None else f"{model}-{layers}-layers",
+                model=labelled(model, layers),
                 workload=workload.name,
                 batch=batch,
                 repeats=workload.repeats,

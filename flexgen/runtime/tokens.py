@@ -90,7 +90,7 @@ def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if content is None or isinstance(content, str):  # None: a message that calls tools
         return message
     texts = []
-    for part in content:
+    for part in content if isinstance(content, Sequence) else [content]:
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):

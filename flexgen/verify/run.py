@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from flexgen.compile import UsageError, find_specs
 from flexgen.runtime.abi import Slots
 from flexgen.runtime.model import Model
 from flexgen.runtime.package import find_packages, read_manifest
-from flexgen.spec.load import load_spec
+from flexgen.spec.load import Spec, load_spec
 from flexgen.verify import reference
 from flexgen.verify.harness import Harness
 from flexgen.verify.layers import LayerRun
@@ -37,7 +38,7 @@ def verify(
     """Compare a generated package, by name or folder, with transformers.
 
     Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises UsageError for a
-    package, spec or device that is not there and for a dtype other than float32.
+    package, spec or device that is not there, a package built from another spec, and a dtype other than float32.
     """
     if dtype != "float32":
         raise UsageError(f"dtype is {dtype!r}, and verify compares in float32 only: leave --dtype out")
@@ -48,14 +49,11 @@ def verify(
     folder = _package(spec)
     manifest = read_manifest(folder)
     name = manifest["name"]
+    described = _described(folder, manifest) if checkpoint is None or str(spec) in find_packages() else None
     if checkpoint is not None:
         model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)  # first: it refuses what is none
         oracle = reference.load(Path(checkpoint), device)
         return _compare(name, str(checkpoint), model, oracle)
-    source = find_specs([name])[0]
-    described = load_spec(source)
-    if described.digest != manifest["digest"]:
-        raise UsageError(f"{folder} was not built from {source} as it is now: run `flexgen build {source}` first")
     oracle = reference.tiny(described.model.tiny).to(device)
     with tempfile.TemporaryDirectory() as directory:
         reference.save(oracle, directory)
@@ -63,6 +61,15 @@ def verify(
             warnings.filterwarnings("ignore", message="edited by hand")  # an edited package is worth comparing
             model = Model.load(directory, dtype=dtype, device=device, generated=folder)
     return _compare(name, "its tiny model with random weights", model, oracle)
+
+
+def _described(folder: Path, manifest: Mapping[str, Any]) -> Spec:
+    """The spec that a package was built from. Raises UsageError where it says something else by now."""
+    source = find_specs([manifest["name"]])[0]
+    described = load_spec(source)
+    if described.digest != manifest["digest"]:
+        raise UsageError(f"{folder} was not built from {source} as it is now: run `flexgen build {source}` first")
+    return described
 
 
 def _package(spec: str | Path) -> Path:

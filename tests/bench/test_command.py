@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexgen import cli
+from flexgen.bench import command
 from flexgen.bench.engines import engine_named
 from flexgen.bench.results import load_results
 from flexgen.bench.run import measure
@@ -109,3 +110,15 @@ def test_a_rollout_draws_as_many_tokens_as_it_says(engine, options):
     rollout = Workload("rollout", prompt=9, new=7, temperature=1.0, logprobs=0, repeats=1)
     assert running.generate(rollout.prompts(2, run=0), rollout) == 14
     running.close()
+
+
+def test_a_figure_of_another_device_is_kept_and_nothing_is_measured(monkeypatch, capsys, tmp_path):
+    arguments = ("bench", "small", "--workload", "decode", "--batch", 2, "--out", tmp_path)
+    assert flexgen(monkeypatch, capsys, *arguments)[0] == 0
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text().replace('"CPU"', '"a card"'))
+    before = path.read_text()
+    monkeypatch.setattr(command, "measure", None)
+    code, _, errors = flexgen(monkeypatch, capsys, *arguments)
+    assert code == 3 and f"{path} holds a figure of a card, and this machine's are of CPU: give another --out" in errors
+    assert path.read_text() == before

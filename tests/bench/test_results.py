@@ -132,12 +132,3 @@ def test_without_matplotlib_the_page_says_what_to_install(tmp_path, monkeypatch)
     with pytest.raises(FlexgenError, match=r"pip install 'flexgen\[bench\]'"):
         write_page(RESULTS, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_figure_of_another_device_is_not_replaced(tmp_path):
-    path = RESULTS[0].save(tmp_path)
-    before = path.read_text()
-    with pytest.raises(ValueError, match="give another --out"):
-        replace(RESULTS[0], device="another card").save(tmp_path)
-    assert path.read_text() == before
-    RESULTS[0].save(tmp_path)

@@ -3,6 +3,7 @@
 The interpreter must be chosen before Triton is first imported, so one test runs this file again in a process of its own.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -246,9 +247,12 @@ else:
 
     @settings(deadline=None, max_examples=200)
     @given(tokens=st.integers(2, 64), features=st.integers(1, 40000), width=st.integers(16, 20000))
-    def test_every_shape_has_a_launch_that_covers_it(tokens, features, width):
+    def test_every_launch_fits_shared_memory_and_has_no_span_beyond_the_width(tokens, features, width):
         launch = linear.Launch.of(tokens, features, width, torch.device("cpu"))
-        assert launch.block_t >= tokens and launch.block_o >= launch.rows and launch.stages >= 2
+        assert launch.stages >= 2 and launch.stages * launch.block_d * (launch.block_o + launch.block_t) * 2 <= 2**10 * 224
+        steps = math.ceil(width / launch.block_d)
+        span = math.ceil(steps / launch.splits) * launch.block_d
+        assert (launch.splits - 1) * span < width
 
     @pytest.mark.parametrize("taken", [[3], [2, 0, 5, 0, 0], [4, 1]])
     def test_tables_by_slot(taken):

@@ -16,7 +16,7 @@ from flexgen.assets import root
 from flexgen.compile import UsageError
 from flexgen.runtime.errors import ConfigError, FlexgenError
 from flexgen.runtime.package import find_packages
-from flexgen.verify import reference, verify
+from flexgen.verify import reference, run, verify
 from flexgen.verify.report import Report, Row
 
 torch.set_num_threads(1)
@@ -144,9 +144,13 @@ def test_the_oracle_on_a_host_runs_no_kernels_for_gpus(monkeypatch):
     assert torch.equal(whole, reference.logits(reference.tiny(tiny_config("qwen3_5")), tokens))
 
 
-def test_a_package_older_than_its_spec_is_refused(tmp_path):
+def test_a_package_older_than_its_spec_is_refused(tmp_path, monkeypatch):
     folder = shutil.copytree(find_packages()["llama"], tmp_path / "llama")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": "another"}))
-    with pytest.raises(UsageError, match=r"was not built from .*llama.yaml as it is now: run `flexgen build"):
+    refused = r"was not built from .*llama.yaml as it is now: run `flexgen build"
+    with pytest.raises(UsageError, match=refused):
         verify(folder)
+    monkeypatch.setattr(run, "read_manifest", lambda _: manifest | {"digest": "another"})
+    with pytest.raises(UsageError, match=refused):
+        verify("llama", checkpoint=tmp_path)

@@ -135,8 +135,8 @@ def _down_kernel(  # noqa: ANN202
 ):  # fmt: skip
     """out[route, BLOCK_N columns] = hidden @ down, rows back in the order of the routes.
 
-    Which experts there are was written two kernels before and may be read at once, from the L2 cache. AHEAD: weights of each column to ask
-    for before the hidden rows are there.
+    Which experts there are was written two kernels before and may be read at once, from the L2 cache. AHEAD: weights of each
+    column to ask for before the hidden rows are there.
     """
     block = tl.program_id(1)
     start, rows = block, 1

@@ -30,7 +30,7 @@ from flexgen.runtime.kernels.launch import (
 
 _MOST_TOKENS = 64
 _MOST_WEIGHTS = 2**21
-"""For more than one token cuBLAS is as fast from here on: routers and the like are smaller, and take it twice the time."""
+"""For more than one token cuBLAS is as fast from here on; routers and the like are smaller (benchmarks/KERNELS.md)."""
 
 _TILE = 4096
 """Weights that a program for one token holds at once: all its loads are under way together."""

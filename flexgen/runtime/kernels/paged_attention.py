@@ -24,7 +24,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 _TILE_BYTES = 16384
 _MAX_SPLITS = 32
 _LEAST_TILES = 4
-"""Tiles of keys worth a split: a merge takes as long as about so many."""
+"""Fewer tiles of keys are no split of their own: short rows are then not split, and need no merge."""
 
 
 @triton.jit
