@@ -247,7 +247,7 @@ def test_parts_of_a_message_are_its_text(talker):
     assert asked(parts) == asked("the fox\nthe")
     with pytest.raises(ValueError, match="image_url"):
         asked([{"type": "image_url", "image_url": {}}])
-    with pytest.raises(ValueError, match="a message's content is text, or parts .* got 5"):
+    with pytest.raises(ValueError, match=r"a message's content is text, or parts .* got 5"):
         asked(5)
     with pytest.raises(ValueError, match="a message is a dict with a 'role'"):
         llm.chat([{"content": "the"}], GREEDY, use_tqdm=False, chat_template=template)
