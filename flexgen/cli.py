@@ -295,7 +295,7 @@ def bench(
     layers: Annotated[int | None, typer.Option(help="Only the first layers, for a try on a small machine.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each figure, whose median counts.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the figures, one JSON each.")] = Path("benchmarks/results/engines"),
-    profile: Annotated[bool, typer.Option("--profile", help="Instead: which kernels take a decode step.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Instead: which kernels take prefill and decode.")] = False,
     page: Annotated[bool, typer.Option("--page", help="Instead: RESULTS.md and plots, two folders above the figures.")] = False,
 ) -> None:
     """Measure tokens a second and memory of full-size models with random weights."""
@@ -305,13 +305,13 @@ def bench(
     from flexgen.bench.page import write_page
     from flexgen.bench.results import load_results
 
-    if page + profile + bool(workload or engine) > 1:
-        raise UsageError("--page, --profile and what is to be measured (--workload, --engine) exclude each other")
+    if page + profile + bool(engine) > 1 or (page and workload):
+        raise UsageError("--page, --profile and --engine exclude each other, and --page takes no --workload")
     if page:
         for path in write_page(load_results(out), out.parent.parent):
             print(f"wrote {path}")
     elif profile:
-        run_profile(Console(), models, batch, layers, out)
+        run_profile(Console(), models, workload, batch, layers, out)
     else:
         run_bench(Console(), models, workload, batch, engine, layers, out, repeats)
 

@@ -55,29 +55,31 @@ def run_bench(
 
 
 def run_profile(
-    console: Console, models: Sequence[str] | None, batches: Sequence[int] | None, layers: int | None, out: Path
+    console: Console,
+    models: Sequence[str] | None,
+    workloads: Sequence[str] | None,
+    batches: Sequence[int] | None,
+    layers: int | None,
+    out: Path,
 ) -> None:
-    """Print where a decode step's time goes, and write a trace for each model and batch."""
+    """Print where the time of each combination goes, and write traces. Batch 1 of decode, if none is named."""
     known = _known(models, layers)
-    _check_batches(batches)
+    workloads = workloads or [DECODE.name]
+    plan = _plan(workloads, batches or ([1] if DECODE.name in workloads else None), None)
     if not torch.cuda.is_available():
         raise ValueError("--profile shows which kernels take a step on a CUDA device, and this machine has none")
     out.mkdir(parents=True, exist_ok=True)
     for model in known:
-        running = Flexgen(
-            model, layers, cudagraph_capture_sizes=list(batches or (1,)), max_num_seqs=max(batches or (1,))
-        )
-        for batch in batches or (1,):
-            seen = profile(running, batch, out / f"trace-{model}-{batch}.json")
-            title = (
-                f"{model}, batch {batch}: {seen.step:.0f} us a step, {seen.prefill:.0f} us for the prefill before them"
-            )
-            table = _table(title, "kernel", "calls", "us", "share", "of 4.15 TB/s")
-            for line in (*seen.groups, *seen.kernels[:_SHOWN_KERNELS]):
-                bandwidth = "" if line.bandwidth is None else f"{line.bandwidth:.0%}"
-                share = f"{line.microseconds / seen.step:.1%}"
-                table.add_row(line.name[:90], f"{line.calls:.1f}", f"{line.microseconds:.1f}", share, bandwidth)
-            console.print(table)
+        running = Flexgen(model, layers, lazy_capture=True)
+        for workload, batch in plan:
+            for phase in profile(running, workload, batch, out / f"trace-{model}-{workload.name}-{batch}"):
+                title = f"{model}, {workload.name} of batch {batch}, {phase.name}: {phase.steps} steps of {phase.microseconds:.0f} us"
+                table = _table(title, "kernel", "calls", "us", "share", "of 4.15 TB/s")
+                for line in (*phase.groups, *phase.kernels[:_SHOWN_KERNELS]):
+                    bandwidth = "" if line.bandwidth is None else f"{line.bandwidth:.0%}"
+                    share = f"{line.microseconds / phase.microseconds:.1%}"
+                    table.add_row(line.name[:90], f"{line.calls:.1f}", f"{line.microseconds:.1f}", share, bandwidth)
+                console.print(table)
         console.print(_startup(running))
         running.close()
 

@@ -1,24 +1,25 @@
-"""Where the time of a decode step goes: a trace, and a table of kernels."""
+"""Where the time of a call goes, before and after its last prompt token: traces, and tables of kernels."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND, step_bytes
-from flexgen.bench.workloads import DECODE
+from flexgen.bench.workloads import Workload
 
-_STEPS = 24
+_STEPS = 12
 
 _GROUPS = (
-    ("experts", ("_gate_up_", "_down_")),
+    ("experts", ("_gate_up_", "_down_", "GroupProblem", "grouped")),
     ("attention", ("_attend_kernel",)),
-    ("state", ("_delta_kernel", "_conv_kernel")),
+    ("state", ("_delta_kernel", "_conv_kernel", "_solve_kernel", "_scan_kernel")),
     ("matrix products", ("gemm", "nvjet", "gemv", "_linear_", "cutlass", "splitK", "cublas")),
 )
 """Kernels that read weights, keys, values or state; everything else moves activations."""
@@ -35,57 +36,82 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Decode at one batch size: microseconds of a step and of the prefill before it, then kernels, in groups and each."""
+class Phase:
+    """Prefill or decode: steps, microseconds of each (without the profiler), then kernels, in groups and each."""
 
-    step: float
-    prefill: float
+    name: str
+    steps: int
+    microseconds: float
     groups: list[Line]
     kernels: list[Line]
 
 
-def profile(running: Any, batch: int, trace: Path | None = None) -> Profile:
-    """Run some decode steps under torch's profiler; writes a Chrome trace to `trace`."""
-    workload = replace(DECODE, new=_STEPS + 1)
-    running.generate(DECODE.prompts(batch, run=0), workload)
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+def profile(running: Any, workload: Workload, batch: int, trace: Path) -> list[Phase]:
+    """Answer three times: to warm up, by the clock, and under torch's profiler, which writes `trace`-PHASE.json.
+
+    Decode is a few steps at the length of the prompts.
+    """
     engine = running.llm.llm_engine
-    groups = [engine.add(str(row), ids, workload.params()) for row, ids in enumerate(DECODE.prompts(batch, run=1))]
-    started = time.perf_counter()
-    engine.step()
-    torch.cuda.synchronize()
-    prefill = time.perf_counter() - started
-    engine.step()
-    engine.step()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.profiler.profile(activities=activities) as recorded:
-        steps = engine.metrics.decode_steps
-        begin.record()
-        for _ in range(_STEPS // 2):
+
+    def prefill() -> None:
+        wanted = engine.metrics.prefill_tokens + batch * workload.prompt
+        for row, ids in enumerate(prompts):
+            engine.add(str(row), ids, workload.params())
+        while engine.metrics.prefill_tokens < wanted:
             engine.step()
-        end.record()
+
+    def decode() -> None:
+        for _ in range(_STEPS):
+            engine.step()
+
+    phases = {"prefill": prefill, "decode": decode}
+    clock, kernels, steps = {}, {}, {}
+    for run in range(3):
+        prompts = workload.prompts(batch, run)
+        for name, phase in phases.items():
+            before = engine.metrics.prefill_steps + engine.metrics.decode_steps
+            if run < 2:
+                clock[name] = _timed(phase)
+            else:
+                kernels[name] = _recorded(phase, trace.with_name(f"{trace.name}-{name}.json"))
+            steps[name] = engine.metrics.prefill_steps + engine.metrics.decode_steps - before
+        engine.abort_all()
+    read = step_bytes(running.model, batch, workload.prompt + _STEPS, running.experts_touched(batch))
+    of_decode = {"experts": read.experts, "attention": read.pages, "state": read.state, "matrix products": read.dense}
+    return [
+        _phase(name, steps[name], clock[name], kernels[name], of_decode if name == "decode" else {}) for name in phases
+    ]
+
+
+def _timed(run: Callable[[], None]) -> float:
+    """Microseconds."""
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e6
+
+
+def _recorded(run: Callable[[], None], trace: Path) -> list[Any]:
+    """The kernels that ran, in order of their ends."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as recorded:
+        run()
         torch.cuda.synchronize()
-        steps = engine.metrics.decode_steps - steps
-    for group in groups:
-        engine.abort(group)
-    if trace is not None:
-        recorded.export_chrome_trace(str(trace))
-    kernels = sorted(_kernels(recorded, steps), key=lambda line: -line.microseconds)
-    read = step_bytes(running.model, batch, DECODE.prompt + _STEPS / 2, running.experts_touched(batch))
-    of_group = {"experts": read.experts, "attention": read.pages, "state": read.state, "matrix products": read.dense}
-    return Profile(begin.elapsed_time(end) * 1e3 / steps, prefill * 1e6, _grouped(kernels, of_group), kernels)
+    recorded.export_chrome_trace(str(trace))
+    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(kernels, key=lambda event: event.time_range.end)
 
 
-def _kernels(recorded: Any, steps: int) -> list[Line]:
+def _phase(name: str, steps: int, clock: float, events: Sequence[Any], read: dict[str, int]) -> Phase:
     """Kernels overlap: each counts from the end of what ended before it, so that their times add up to the device's."""
-    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     calls, taken, ended = Counter(), Counter(), 0.0
-    for event in sorted(events, key=lambda event: event.time_range.end):
+    for event in events:
         calls[event.name] += 1
         taken[event.name] += event.time_range.end - max(ended, event.time_range.start)
         ended = event.time_range.end
-    return [Line(name, calls[name] / steps, taken[name] / steps) for name in calls]
+    kernels = [Line(kernel, calls[kernel] / steps, taken[kernel] / steps) for kernel in calls]
+    kernels.sort(key=lambda line: -line.microseconds)
+    return Phase(name, steps, clock / steps, _grouped(kernels, read), kernels)
 
 
 def _grouped(kernels: list[Line], read: dict[str, int]) -> list[Line]:
