@@ -153,27 +153,25 @@ def loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights,
 
 
 def grouped(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """Tokens sorted by expert, two grouped matrix products, K contributions a token summed in fp32.
+    """Routes sorted by expert, two grouped matrix products, K contributions a token summed in fp32.
 
-    Every route has an expert, so the groups cover all rows and none is left unwritten. Counting by scatter_add, since
-    bincount waits for the device.
+    Every route has an expert, so the groups cover all rows and none is left unwritten. Counting by a search in the sorted
+    experts, since bincount waits for the device; the sum is written out, for the compiler to fuse with the gather.
     """
-    choices = experts_TK.shape[1]
-    of_route_M = experts_TK.flatten()
-    order_M = of_route_M.argsort(stable=True)
-    sorted_M, token_M = of_route_M[order_M], order_M // choices
-    counts_E = torch.zeros(weights.gate_up.shape[0], dtype=torch.int32, device=x_TD.device)
-    offsets_E = counts_E.scatter_add(0, of_route_M, torch.ones_like(of_route_M, dtype=torch.int32)).cumsum(0).int()
+    choices, count = experts_TK.shape[1], weights.gate_up.shape[0]
+    sorted_M, order_M = experts_TK.flatten().to(torch.int16).sort(stable=True)
+    every_E = torch.arange(count, dtype=torch.int16, device=x_TD.device)
+    offsets_E = torch.searchsorted(sorted_M, every_E, right=True, out_int32=True)
+    place_M = torch.empty_like(order_M).scatter(0, order_M, torch.arange(len(order_M), device=x_TD.device))
 
     def linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = F.grouped_mm(h, weight.transpose(1, 2) if weights.layout == "out_in" else weight, offs=offsets_E)
-        return y if bias is None else y + bias[sorted_M]
+        return y if bias is None else y + bias[sorted_M.long()]
 
-    h = linear(x_TD[token_M], weights.gate_up, weights.gate_up_bias)
-    h = linear(gate(*split_gate_up(h, weights.interleaved)), weights.down, weights.down_bias)
-    h = (h * weights_TK.flatten()[order_M, None]).to(x_TD.dtype)
-    y_MD = torch.empty_like(h).index_copy(0, order_M, h)
-    return y_MD.unflatten(0, (-1, choices)).sum(dim=1, dtype=torch.float32).to(x_TD.dtype)
+    h_MD = linear(x_TD[order_M // choices], weights.gate_up, weights.gate_up_bias)
+    h_MD = linear(gate(*split_gate_up(h_MD, weights.interleaved)), weights.down, weights.down_bias)
+    parts_TKD = h_MD[place_M].unflatten(0, (-1, choices)) * weights_TK[..., None]
+    return reduce(torch.add, parts_TKD.float().unbind(1)).to(x_TD.dtype)
 
 
 def routed(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
