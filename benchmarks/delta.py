@@ -1,6 +1,9 @@
 """The gated delta rule alone: the plain forms, Triton's and flash-linear-attention's, at the sizes of Qwen 3.6.
 
-    python benchmarks/delta.py [--device cuda] [--json out.json]
+    python benchmarks/delta.py [--device cuda] [--sweep] [--json out.json]
+
+`--sweep` instead compares the launches of Triton's kernels for prompts (`*`: what they choose) on a CUDA device, in less
+than a minute.
 
 The errors are |output - reference| and |state - reference| over |reference| (norms), against the plain chunked form in
 float64; above the limit a method is marked and the exit code is 1. Methods that are not there are left out.
@@ -15,7 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +28,7 @@ import torch
 from timing import seconds
 
 from flexgen.runtime import recurrent
+from flexgen.runtime.abi import PAD_SLOT
 
 LIMIT = 1e-2
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 16, 32, 128, 128
@@ -36,6 +41,18 @@ PROMPTS = {
 }
 DECODES = {"1 row": [1], "8 rows": [1] * 8, "48 rows": [1] * 48, "256 rows": [1] * 256}
 HOST_CASES = ("8 x 1024", "8 rows")
+# tokens of each row, and of rows of the padding slot after them
+SWEPT = {
+    "1 x 8192": ([8192], []),
+    "8 x 1024": ([1024] * 8, []),
+    "28 x 256": ([256] * 28, []),
+    "64 x 12 of 256": ([12] * 64, [2] * 64 + [1] * 128),
+}
+# columns of the state, warps and stages, by tokens of a chunk
+LAUNCHES = {
+    64: [(32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 8, 1), (64, 8, 2), (128, 8, 1)],
+    16: [(32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
+}
 SETS = 3
 
 Method = Callable[..., torch.Tensor]
@@ -74,7 +91,10 @@ def methods(device: torch.device, decode: bool) -> dict[str, tuple[Method, bool]
     return found
 
 
-def inputs_of(counts: list[int], device: torch.device) -> tuple[torch.Tensor, ...]:
+def inputs_of(counts: list[int], device: torch.device, pads: list[int] | None = None) -> tuple[torch.Tensor, ...]:
+    pads = pads or []
+    slots = torch.tensor([*range(1, len(counts) + 1), *[PAD_SLOT] * len(pads)], device=device)
+    counts = counts + pads
     tokens, dtype = sum(counts), torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k = torch.randn(2, tokens, KEY_HEADS, KEY, device=device).to(dtype)
     v = torch.randn(tokens, VALUE_HEADS, VALUE, device=device).to(dtype)
@@ -82,7 +102,7 @@ def inputs_of(counts: list[int], device: torch.device) -> tuple[torch.Tensor, ..
     beta = torch.rand(tokens, VALUE_HEADS, device=device).to(dtype)
     state = torch.randn(len(counts) + 1, VALUE_HEADS, KEY, VALUE, device=device) * 0.1
     starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
-    return q, k, v, g, beta, state, starts, torch.arange(1, len(counts) + 1, device=device)
+    return q, k, v, g, beta, state, starts, slots
 
 
 def exact(q, k, v, g, beta, state, starts, slots) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,14 +134,59 @@ def measure(name: str, counts: list[int], device: torch.device) -> list[dict]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
-    device, found = torch.device(options.device), []
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
+def sweep(device: torch.device) -> Iterator[dict]:
+    """Every launch on every shape that its chunks are meant for."""
+    from triton.runtime.errors import OutOfResources
+
+    from flexgen.runtime.kernels.delta_rule import Launch, delta_prefill
+
+    launches = {chunk: [Launch(chunk, *sizes) for sizes in each] for chunk, each in LAUNCHES.items()}
+    small = inputs_of([1], device)
+
+    def fits(launch: Launch) -> bool:
+        try:
+            delta_prefill(*small, launch)
+        except OutOfResources:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:  # compile
+        every = [launch for each in launches.values() for launch in each]
+        fitting = {launch for launch, fit in zip(every, threads.map(fits, every)) if fit}
+    for name, (counts, pads) in SWEPT.items():
+        sets, live = [inputs_of(counts, device, pads) for _ in range(SETS)], sum(counts)
+        wanted, wanted_state = exact(*sets[0])
+        chosen, initial = Launch.of(sets[0][0], sets[0][2], len(sets[0][7])), sets[0][5].clone()
+        for launch in dict.fromkeys((chosen, *launches[chosen.chunk])):
+            if launch not in fitting and launch != chosen:
+                continue
+            state = initial.clone()
+            result = delta_prefill(*sets[0][:5], state, *sets[0][6:], launch)
+            taken = seconds([partial(delta_prefill, *each, launch) for each in sets], device, repeats=10)
+            yield {
+                "rows": name, **vars(launch), "chosen": launch == chosen, "microseconds": taken * 1e6,
+                "output_error": distance(result[:live], wanted[:live]),
+                "state_error": distance(state[1:], wanted_state[1:]),
+            }  # fmt: skip
+
+
+def print_sweep(device: torch.device) -> list[dict]:
+    print(f"{'rows':<16} {'chunk':>5} {'block_v':>7} {'warps':>5} {'stages':>6} {'us':>10} {'output':>8} {'state':>8}")
+    found = []
+    for row in sweep(device):
+        found.append(row)
+        wrong = not max(row["output_error"], row["state_error"]) < LIMIT
+        print(
+            f"{row['rows']:<16} {row['chunk']:5} {row['block_v']:7} {row['warps']:5} {row['stages']:6} "
+            f"{row['microseconds']:10.1f} {row['output_error']:8.1e} {row['state_error']:8.1e}"
+            f"{' *' if row['chosen'] else ''}{'  WRONG' if wrong else ''}",
+            flush=True,
+        )
+    return found
+
+
+def print_methods(device: torch.device) -> list[dict]:
+    found = []
     print(f"{'phase':<8} {'rows':<24} {'method':<7} {'us':>10} {'output':>8} {'state':>8}")
     for name, counts in (PROMPTS | DECODES).items():
         if device.type != "cuda" and name not in HOST_CASES:
@@ -134,6 +199,21 @@ def main() -> int:
                 f"{row['output_error']:8.1e} {row['state_error']:8.1e}{'  WRONG' if wrong else ''}",
                 flush=True,
             )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sweep", action="store_true", help="compare launches of Triton's kernels for prompts")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if options.sweep and device.type != "cuda":
+        parser.error("--sweep needs a CUDA device")
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = print_sweep(device) if options.sweep else print_methods(device)
     if options.json:
         options.json.write_text(json.dumps({"device": options.device, "rows": found}, indent=1))
     return int(any(not max(row["output_error"], row["state_error"]) < LIMIT for row in found))

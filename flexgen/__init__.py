@@ -12,6 +12,7 @@ _LAZY = {
     "Logprob": "flexgen.runtime.outputs",
     "LoRARequest": "flexgen.runtime.params",
     "RequestOutput": "flexgen.runtime.outputs",
+    "RequestOutputKind": "flexgen.runtime.params",
     "SamplingParams": "flexgen.runtime.params",
     "StructuredOutputsParams": "flexgen.runtime.params",
 }
@@ -22,6 +23,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",

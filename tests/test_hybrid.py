@@ -81,6 +81,26 @@ def test_free_slots_between_running_ones_change_nothing(spec):
 
 
 @SPECS
+def test_state_in_16_bits_takes_half_the_memory_and_changes_logprobs_a_little(spec):
+    params, found = SamplingParams(prompt_logprobs=0, max_tokens=1), []
+    wide, narrow = engine(spec, max_num_batched_tokens=8), engine(spec, max_num_batched_tokens=8, mamba_ssm_cache_dtype="bfloat16")
+    for llm in (wide, narrow):
+        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        found.append(torch.tensor([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]))
+    assert 0 < (found[0] - found[1]).abs().median() < 2e-2  # a route that changes may change one token's more
+    saved_bytes = wide.llm_engine.cache.total_bytes - narrow.llm_engine.cache.total_bytes
+    own = [state for state in state_tensors(narrow) if state.dtype == torch.bfloat16]
+    assert own and saved_bytes == sum(state.nbytes for state in own)
+
+
+def test_a_dtype_of_state_is_refused_where_it_is_none_and_where_there_is_no_state():
+    with pytest.raises(ValueError, match="mamba_ssm_cache_dtype is 'fp8', and must be auto or one of float32, bfloat16"):
+        engine("qwen3_5", mamba_ssm_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="mamba_ssm_cache_dtype=bfloat16: this model keeps no such state"):
+        engine("llama", mamba_ssm_cache_dtype="bfloat16")
+
+
+@SPECS
 def test_n_slots_decode_n_requests_in_one_step(spec):
     llm = engine(spec)
     answers(llm, [[token] for token in range(8)])

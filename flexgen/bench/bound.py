@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-from flexgen.runtime.abi import Pages, SharedPages, Slots
+from flexgen.runtime.abi import Pages, SharedPages
+from flexgen.runtime.cache import state_bytes
 
 H200_BYTES_PER_SECOND = 4.15e12
 """Read bandwidth of an H200, measured with a reduction over 4 GB."""
@@ -44,7 +44,7 @@ def step_bytes(model: Any, rows: int, context: float, experts_touched: float | N
             dense += rows * tensor.shape[1] * tensor.element_size()
         else:
             dense += size
-    pages = state = 0
+    pages = 0
     for mixers in model.mixers:
         for entry in mixers:
             kept = model.state[entry]
@@ -52,6 +52,4 @@ def step_bytes(model: Any, rows: int, context: float, experts_touched: float | N
             if isinstance(kept, Pages):
                 keys = context if kept.window is None else min(context, kept.window)
                 pages += int(2 * keys * kept.kv_heads * kept.head_dim * model.dtype.itemsize)
-            elif isinstance(kept, Slots):
-                state += sum(prod(s) * (dtype or model.dtype).itemsize for s, dtype in kept.tensors.values())
-    return StepBytes(dense, experts, rows * pages, rows * state)
+    return StepBytes(dense, experts, rows * pages, rows * state_bytes(model))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND, step_bytes
-from flexgen.bench.shapes import shape
+from flexgen.bench.shapes import LOADING, shape
 from flexgen.bench.workloads import DECODE, Workload
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.model import Model
@@ -32,7 +32,7 @@ class Flexgen:
     def __init__(self, model: str, layers: int | None = None, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(shape(model, layers)))
-            self.model = Model.load(folder, load_format="dummy")
+            self.model = Model.load(folder, load_format="dummy", **LOADING.get(model, {}))
         storages = [getattr(layer, weight.role) for layer, weight, _ in self.model.storages()]
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in storages)
         self._routes = self._probe_routes(options.get("max_num_seqs", 256))

@@ -1,6 +1,7 @@
 """Figures of vLLM 0.26.0 on the same workloads: one H200, torch 2.11, bf16, its defaults, random weights, measured 2026-11-30.
 
-gpt-oss-20b's are loose upper figures: its dummy weights sent all tokens to the same experts.
+gpt-oss-20b's are loose upper figures: its dummy weights sent all tokens to the same experts. qwen3.6-35b-a3b kept its state in
+bf16: vLLM takes the dtype from config.json's mamba_ssm_dtype, else the model's own, and the measured config had none.
 """
 
 VLLM: dict[str, dict[tuple[str, int], float]] = {
@@ -37,6 +38,8 @@ VLLM: dict[str, dict[tuple[str, int], float]] = {
     },
     "gpt-oss-20b": {("decode", 1): 311.0, ("decode", 8): 2348.0, ("decode", 48): 9839.0, ("decode", 64): 12494.0},
 }
+
+VLLM["qwen3.6-35b-a3b-bf16-state"] = VLLM["qwen3.6-35b-a3b"]
 
 VLLM_STARTUP_SECONDS = {
     "qwen3-30b-a3b": "155",

@@ -149,6 +149,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """By the name that results carry."""
 
+LOADING: dict[str, dict[str, Any]] = {"qwen3.6-35b-a3b-bf16-state": {"mamba_ssm_cache_dtype": "bfloat16"}}
+"""What `Model.load` is given beside the config."""
+
+SHAPES["qwen3.6-35b-a3b-bf16-state"] = SHAPES["qwen3.6-35b-a3b"]
+
 
 def shape(name: str, layers: int | None = None) -> dict[str, Any]:
     """The config of `name`, a copy; with `layers`, of that many layers, the first ones. Raises ValueError for an unknown one."""

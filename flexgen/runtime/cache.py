@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -148,6 +149,13 @@ class Cache:
         for layers in self.states.values():
             for state in (state for layer in layers for state in layer):
                 state.index_fill_(0, slots, 0)
+
+
+def state_bytes(model: Any) -> int:
+    """Bytes of recurrent state that one slot takes over all layers."""
+    entries = [model.state[name] for names in model.mixers for name in names]
+    tensors = [tensor for kept in entries if isinstance(kept, Slots) for tensor in kept.tensors.values()]
+    return sum(prod(shape) * (dtype or model.dtype).itemsize for shape, dtype in tensors)
 
 
 def has_recurrent_state(state: Mapping[str, State]) -> bool:

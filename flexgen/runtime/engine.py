@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from flexgen.runtime.params import SamplingParams
 from flexgen.runtime.requests import Request, RequestGroup
 from flexgen.runtime.rules import HostRules, bad_word_ids
 from flexgen.runtime.runner import InFlight, PromptScores, Routes, Runner
-from flexgen.runtime.scheduler import Row, Scheduler, StepPlan
+from flexgen.runtime.scheduler import Scheduler, StepPlan
 from flexgen.runtime.stops import Detokenizer, StopRules
 from flexgen.runtime.structured import GrammarCompiler
 from flexgen.runtime.tokens import Tokens
@@ -111,10 +112,19 @@ class Engine:
         timeout: float | None = None,
     ) -> RequestGroup:
         """Queue the n answers to one prompt. `timeout` is in seconds from now."""
-        params = params.clone()
-        params.validate()
+        return self.add_checked(request_id, prompt_ids, self.check_params(params), prompt, timeout)
+
+    @_in_turn
+    def add_checked(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        timeout: float | None = None,
+    ) -> RequestGroup:
+        """`add` with parameters that `check_params` returned, which many prompts may share."""
         ids = self._check_prompt(prompt_ids)
-        self._check_params(params)
         limit = self._check_fits(ids, params)
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout} is out of range: it must be more than 0 seconds, or None")
@@ -169,11 +179,13 @@ class Engine:
         return Detokenizer(lambda part: self.tokens.decode(part, params.skip_special_tokens), ids)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
-        ids, vocab = [_whole(token) for token in prompt_ids], self.model.dims.vocab
+        ids, vocab = list(prompt_ids), self.model.dims.vocab
+        if set(map(type, ids)) - {int}:
+            ids = [_whole(token) for token in ids]
         if not ids:
             raise ValueError("the prompt is empty (0 tokens); it must have at least 1")
-        outside = next((token for token in ids if not 0 <= token < vocab), None)
-        if outside is not None:
+        if min(ids) < 0 or max(ids) >= vocab:
+            outside = next(token for token in ids if not 0 <= token < vocab)
             raise ValueError(f"prompt token {outside} is out of range: this model has ids from 0 to {vocab - 1}")
         longest = self.options.max_model_len
         if len(ids) >= longest:
@@ -183,8 +195,10 @@ class Engine:
             )
         return ids
 
-    def _check_params(self, params: SamplingParams) -> None:
-        vocab = self.model.dims.vocab
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """A copy that stays as it is. Raises ValueError for what this engine cannot do."""
+        params, vocab = params.clone(), self.model.dims.vocab
+        params.validate()
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= vocab:
@@ -203,6 +217,7 @@ class Engine:
             self.tokens.require("stop")
         if params.bad_words:
             self.tokens.require("bad_words")
+        return params
 
     def _returns_routes(self, params: SamplingParams) -> bool:
         asked = params.return_routed_experts
@@ -289,7 +304,8 @@ class Engine:
     def _count(self, plan: StepPlan) -> None:
         if not plan.rows:
             return
-        prompt_tokens = sum(_prompt_tokens(row) for row in plan.rows)
+        in_prompt = [row for row in plan.rows if row.start < len(row.request.prompt)]
+        prompt_tokens = sum(min(row.count, len(row.request.prompt) - row.start) for row in in_prompt)
         self.metrics.prefill_tokens += prompt_tokens
         self.metrics.prefill_steps += prompt_tokens > 0
         self.metrics.decode_steps += prompt_tokens == 0
@@ -320,24 +336,17 @@ class Engine:
         if flight.values is None:
             return
         tokens, logprobs, ranks, top_ids, top_logprobs = flight.values.read()
-        for row, request in enumerate(flight.requests):
-            request.unread -= 1
+        tops = repeat(((), ())) if top_ids is None else zip(top_ids, top_logprobs)
+        for request, token, logprob, rank, top in zip(flight.requests, tokens, logprobs, ranks, tops):
             if request.finished:
                 self.metrics.dropped_tokens += 1
-                continue
-            top = (top_ids[row], top_logprobs[row]) if top_ids is not None else ((), ())
-            self._take(request, tokens[row], logprobs[row], ranks[row], *top)
+            else:
+                self._take(request, token, logprob, rank, top)
 
     def _take(
-        self,
-        request: Request,
-        token: int,
-        logprob: float,
-        rank: int,
-        top_ids: Sequence[int],
-        top_logprobs: Sequence[float],
+        self, request: Request, token: int, logprob: float, rank: int, top: tuple[Sequence[int], Sequence[float]]
     ) -> None:
-        """Append one confirmed token and end the request if it says so."""
+        """Append one confirmed token and end the request if it says so. `top`: the most likely ids and their logprobs."""
         if logprob != logprob:
             request.error = (
                 f"token {request.produced} of request {self._groups[request].request_id} has no probability: the "
@@ -349,9 +358,7 @@ class Engine:
         self.metrics.generated_tokens += 1
         self._groups[request].version += 1
         if request.logprobs is not None:
-            request.logprobs.append(
-                self._logprobs(token, logprob, rank, request.params.logprobs, top_ids, top_logprobs)
-            )
+            request.logprobs.append(self._logprobs(token, logprob, rank, request.params.logprobs, *top))
             request.cumulative_logprob += logprob
         ending = request.stops.by_token(token, request.produced)
         if request.rules is not None:
@@ -410,10 +417,6 @@ class Engine:
     def raise_error(self, group: RequestGroup) -> None:
         if group.error:
             raise FlexgenError(group.error)
-
-
-def _prompt_tokens(row: Row) -> int:
-    return max(0, min(len(row.request.prompt), row.start + row.count) - row.start)
 
 
 def _whole(token: Any) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,7 @@ class LLM:
         generated: str | os.PathLike[str] | None = None,
         ignore_config: Sequence[str] = (),
         head_dtype: str | torch.dtype | None = None,
+        mamba_ssm_cache_dtype: str | None = None,
         max_model_len: int | None = None,
         enable_sleep_mode: bool = False,
         **options: Any,
@@ -71,8 +74,9 @@ class LLM:
         if enable_sleep_mode:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
-                   "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None}  # fmt: skip
-        on_cuda = torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda")
+                   "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None,
+                   "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype}  # fmt: skip
+        on_cuda = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
         if on_cuda and not options.get("enforce_eager"):
             regional.prepare()  # reading the weights takes longer
         self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
@@ -99,7 +103,7 @@ class LLM:
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         try:
-            with _Progress(groups, use_tqdm) as progress:
+            with _Progress(groups, use_tqdm) as progress, _old_objects_kept():
                 while any(not group.finished for group in groups):
                     self.llm_engine.step()
                     progress.update()
@@ -194,12 +198,12 @@ class LLM:
         if lora_request is not None:
             raise NotImplementedError("lora_request is not supported yet")
         parsed = [self._parse(prompt) for prompt in _prompt_list(prompts)]
-        params = _params_list(sampling_params, len(parsed))
+        params = _params_list(sampling_params, len(parsed), self.llm_engine.check_params)
         groups: list[RequestGroup] = []
         complete = False
         try:
             for (text, ids), each in zip(parsed, params):
-                groups.append(self.llm_engine.add(str(next(self._requests)), ids, each, text, timeout))
+                groups.append(self.llm_engine.add_checked(str(next(self._requests)), ids, each, text, timeout))
             complete = True
         finally:
             if not complete:
@@ -246,16 +250,18 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
 
 
-def _params_list(params: Params | None, count: int) -> list[SamplingParams]:
+def _params_list(
+    params: Params | None, count: int, check: Callable[[SamplingParams], SamplingParams]
+) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
-        return [params] * count
+        return [check(params)] * count
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
         raise TypeError(f"sampling_params is one SamplingParams, or a list with one for each prompt; got {params!r}")
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each")
-    return list(params)
+    return list(map(check, params))
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -282,9 +288,22 @@ def _max_model_len(model: Any, wanted: int | None) -> int:
     longest = model.config.get("max_position_embeddings")
     if wanted is None and longest is None:
         raise ConfigError("config.json has no max_position_embeddings; give LLM(max_model_len=...)")
-    if wanted is not None and longest is not None and wanted > longest:
+    if isinstance(wanted, int) and longest is not None and wanted > longest:
         raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}")
     return longest if wanted is None else wanted
+
+
+@contextmanager
+def _old_objects_kept() -> Iterator[None]:
+    """Meanwhile the garbage collector leaves out what exists already: a search of that takes as long as many steps."""
+    if gc.get_freeze_count():  # somebody else has asked it to
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Progress:

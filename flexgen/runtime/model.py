@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.runtime.abi import Layer, Pages, SharedPages, State, Step, Weight
+from flexgen.runtime.abi import Layer, Pages, SharedPages, Slots, State, Step, Weight
 from flexgen.runtime.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.config import check_ignored, normalise, read_config
 from flexgen.runtime.errors import ConfigError
@@ -70,10 +70,12 @@ class Model:
         load_format: str = "auto",
         ignore_config: Sequence[str] = (),
         head_dtype: str | torch.dtype | None = None,
+        mamba_ssm_cache_dtype: str = "auto",
     ) -> Model:
         """Load a Hugging Face directory. `load_format="dummy"` needs config.json alone and draws random weights.
 
         `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
+        `mamba_ssm_cache_dtype` is that of recurrent state, where it is not the model's own; `auto` is what the spec says.
 
         Raises ConfigError, CheckpointError or PackageError for what does not fit.
         """
@@ -86,11 +88,11 @@ class Model:
         config = normalise(raw, package.manifest["text_config"])
         check_ignored(config, ignore_config)
         dims = package.walker.Dims.from_config(config, tuple(ignore_config))
-        where = (
-            torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        )
+        where = _device(device)
         model = cls(package, dims, config, _dtype(dtype, config, raw), where)
         model.directory = directory
+        if mamba_ssm_cache_dtype != "auto":
+            model.set_state_dtype(_dtype(mamba_ssm_cache_dtype, config, raw, "mamba_ssm_cache_dtype"))
         if load_format == "dummy":
             model._fill_random()
         else:
@@ -194,8 +196,26 @@ class Model:
         setattr(self.weights, head, getattr(self.weights, head).to(dtype))
         self.head_dtype = dtype
 
+    def set_state_dtype(self, dtype: torch.dtype) -> None:
+        """Keep recurrent state in `dtype` where the spec gives it one that is not the model's. Before any engine is made."""
+        slots = {name: kept.tensors for name, kept in self.state.items() if isinstance(kept, Slots)}
+        if not any(own for tensors in slots.values() for _, own in tensors.values()):
+            raise ValueError(f"mamba_ssm_cache_dtype={str(dtype).removeprefix('torch.')}: this model keeps no such state")
+        for name, tensors in slots.items():
+            self.state[name] = Slots({key: (shape, own and dtype) for key, (shape, own) in tensors.items()})
 
-def _dtype(wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any]) -> torch.dtype:
+
+def _device(wanted: str | torch.device | None) -> torch.device:
+    """The device asked for; a CUDA one if there is any, else the host, where none is."""
+    try:
+        return torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device is {wanted!r}, which torch does not know: {str(error).splitlines()[0]}") from None
+
+
+def _dtype(
+    wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any], what: str = "dtype"
+) -> torch.dtype:
     """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
     listed = ", ".join(DTYPES)
     if wanted == "auto":
@@ -206,5 +226,5 @@ def _dtype(wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any
     if wanted in DTYPES.values():
         return wanted
     if wanted not in DTYPES:
-        raise ValueError(f"dtype is {wanted!r}, and must be auto or one of {listed}")
+        raise ValueError(f"{what} is {wanted!r}, and must be auto or one of {listed}")
     return DTYPES[wanted]

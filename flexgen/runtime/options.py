@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexgen.runtime.cache import PageGroup, group_pages
+from flexgen.runtime.cache import PageGroup, group_pages, state_bytes
 from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.graphs import ladder
 
@@ -90,7 +90,7 @@ def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) 
 
     if options.num_gpu_blocks_override is not None:
         return pages(options.num_gpu_blocks_override)
-    usable = _cache_bytes(model.device, options.gpu_memory_utilization)
+    usable = _cache_bytes(model, options)
     low, high = 0, options.max_num_seqs * -(-options.max_model_len // options.block_size)
     while low < high:  # the largest number of full pages whose pools fit
         middle = (low + high + 1) // 2
@@ -105,11 +105,13 @@ def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) 
     return pages(low)
 
 
-def _cache_bytes(device: torch.device, utilization: float) -> int:
-    if device.type != "cuda":
+def _cache_bytes(model: Any, options: EngineOptions) -> int:
+    """What pages may take: on a device, what weights and recurrent state leave of it."""
+    if model.device.type != "cuda":
         return _CPU_CACHE_BYTES
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * utilization) - (total - free) - _DEVICE_RESERVE_BYTES
+    free, total = torch.cuda.mem_get_info(model.device)
+    state = state_bytes(model) * (options.max_num_seqs + 1)
+    return int(total * options.gpu_memory_utilization) - (total - free) - state - _DEVICE_RESERVE_BYTES
 
 
 def _at_least(name: str, value: object, low: int) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 
+import numpy as np
 from torch import Tensor
 
 from flexgen.runtime.abi import PAD_SLOT
@@ -17,7 +18,7 @@ LAST = -1
 """In place of a token id: the last token of the slot, which the host may not know yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """Consecutive tokens of one slot, from position `start`."""
 
@@ -46,8 +47,9 @@ class Shape:
         rows, tokens = self.rows - now.rows, self.tokens - now.tokens
         if rows < 1 or tokens < rows or tokens > rows * longest:
             return None
-        counts = [tokens // rows + (row < tokens % rows) for row in range(rows)]
-        return [*pieces, *(Piece(PAD_SLOT, 0, (0,) * count) for count in counts)]
+        count, longer = divmod(tokens, rows)
+        short, long = (Piece(PAD_SLOT, 0, (0,) * size) for size in (count, count + 1))
+        return [*pieces, *[long] * longer, *[short] * (rows - longer)]
 
     @property
     def numbers(self) -> int:
@@ -55,19 +57,17 @@ class Shape:
         return 3 * self.tokens + 4 * self.rows + 1
 
 
-def numbers(pieces: Sequence[Piece], last: Sequence[int]) -> list[int]:
-    """A step in the order of `Packed`. `last`: the token after which each drawing row draws, at most one a row."""
-    counts = [len(piece.ids) for piece in pieces]
-    return [
-        *(token for piece in pieces for token in piece.ids),
-        *(piece.start + offset for piece, count in zip(pieces, counts) for offset in range(count)),
-        *(row for row, count in enumerate(counts) for _ in range(count)),
-        *accumulate(counts, initial=0),
-        *(piece.start + count for piece, count in zip(pieces, counts)),
-        *(piece.slot for piece in pieces),
-        *last,
-        *[0] * (len(pieces) - len(last)),
-    ]
+def numbers(pieces: Sequence[Piece], last: Sequence[int]) -> np.ndarray:
+    """A step in the order of `Packed`, int64. `last`: the token after which each drawing row draws, at most one a row."""
+    slots_R = [piece.slot for piece in pieces]
+    counts_R = np.array([len(piece.ids) for piece in pieces])
+    lengths_R = np.array([piece.start for piece in pieces]) + counts_R
+    stops_R = counts_R.cumsum()
+    ids_T = np.fromiter(chain.from_iterable(piece.ids for piece in pieces), np.int64, stops_R[-1])
+    rows_T = np.arange(len(pieces)).repeat(counts_R)
+    positions_T = np.arange(len(rows_T)) + (lengths_R - stops_R)[rows_T]
+    last_R = [*last, *[0] * (len(pieces) - len(last))]
+    return np.concatenate((ids_T, positions_T, rows_T, [0], stops_R, lengths_R, slots_R, last_R))
 
 
 @dataclass(frozen=True)

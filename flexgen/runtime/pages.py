@@ -10,15 +10,13 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexgen.runtime.abi import PAD_PAGE
 from flexgen.runtime.requests import Request
 
 
-@dataclass(frozen=True)
-class TableChange:
+class TableChange(NamedTuple):
     """One entry of a group's block table that the device does not know yet."""
 
     group: int
@@ -64,7 +62,7 @@ class PagePool:
     def find(self, key: bytes) -> int | None:
         return self._page_of.get(key)
 
-    def is_free(self, page: int) -> bool:
+    def is_free(self, page: int | None) -> bool:
         return page in self._free
 
     def share(self, page: int) -> None:
@@ -115,6 +113,7 @@ class PageTables:
     def __init__(self, pages: Sequence[int], windows: Sequence[int | None], block_size: int, prefix_caching: bool) -> None:
         self.pools = [PagePool(count) for count in pages]
         self.windows = list(windows)
+        self._sliding = [group for group, window in enumerate(windows) if window is not None]
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.changes: list[TableChange] = []
@@ -151,15 +150,14 @@ class PageTables:
         if request.routes is not None:
             noted = (self.pools[0].note(key) is not None for key in request.hashes[:limit])
             limit = next((block for block, known in enumerate(noted) if not known), limit)
-        runs = [[0] for _ in self.pools]  # runs[g][n]: cached blocks of group g in a row that end with block n - 1
-        for count in range(limit):
-            found = [pool.find(request.hashes[count]) is not None for pool in self.pools]
-            if not all(hit for hit, window in zip(found, self.windows) if window is None):
-                limit = count
+        usable, runs = 0, [0] * len(self.pools)  # runs: of each group, cached blocks in a row up to this one
+        for count, key in enumerate(request.hashes[:limit], start=1):
+            runs = [0 if pool.find(key) is None else run + 1 for pool, run in zip(self.pools, runs)]
+            if any(run < count for run, window in zip(runs, self.windows) if window is None):
                 break
-            for run, hit in zip(runs, found):
-                run.append(run[-1] + 1 if hit else 0)
-        return next(n for n in range(limit, -1, -1) if all(r[n] >= n - b for r, b in zip(runs, self._first_blocks(n))))
+            if all(run >= count - first for run, first in zip(runs, self._first_blocks(count))):
+                usable = count
+        return usable
 
     def _first_blocks(self, n: int) -> list[int]:
         return [self._first_block(group, n * self.block_size) for group in range(len(self.pools))]
@@ -188,10 +186,10 @@ class PageTables:
 
     def can_admit(self, request: Request, cached: int, tokens: int) -> bool:
         """Whether `request` can adopt `cached` blocks and then grow to `tokens` in every group."""
+        fresh = self.blocks(tokens) - cached
         for pool, first in zip(self.pools, self._first_blocks(cached)):
-            shared = [pool.find(key) for key in request.hashes[first:cached]]
-            revived = sum(page is not None and pool.is_free(page) for page in shared)
-            if self.blocks(tokens) - cached > pool.free - revived:
+            revived = sum(pool.is_free(pool.find(key)) for key in request.hashes[first:cached])
+            if fresh + revived > pool.free:
                 return False
         return True
 
@@ -201,19 +199,19 @@ class PageTables:
         Pages that no later query of the request can see are freed first.
         """
         self._trim(request)
-        wanted = self.blocks(tokens)
-        if any(wanted - len(table) > pool.free for table, pool in zip(request.pages, self.pools)):
+        fresh = self.blocks(tokens) - request.blocks
+        if fresh <= 0:
+            return True
+        if any(fresh > pool.free for pool in self.pools):
             return False
         for group, (table, pool) in enumerate(zip(request.pages, self.pools)):
-            while len(table) < wanted:
+            for _ in range(fresh):
                 table.append(pool.take())
                 self.changes.append(TableChange(group, request.slot, len(table) - 1, table[-1]))
         return True
 
     def _trim(self, request: Request) -> None:
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
+        for group in self._sliding:
             table = request.pages[group]
             first = min(self._first_block(group, request.computed), len(table))
             for block in range(request.trimmed[group], first):
@@ -224,16 +222,16 @@ class PageTables:
 
     def register(self, request: Request) -> None:
         """Offer the blocks of `request` that are computed and whose tokens are confirmed to later requests."""
-        if not self.prefix_caching:
+        full = min(request.computed, len(request.tokens)) // self.block_size
+        if full <= request.registered or not self.prefix_caching:
             return
         self.hash_blocks(request)
-        full = min(request.computed // self.block_size, len(request.hashes))
         for block in range(request.registered, full):
             routes = request.known_routes(block * self.block_size, (block + 1) * self.block_size)
             for pool, table in zip(self.pools, request.pages):
                 if table[block] != PAD_PAGE:
                     pool.register(table[block], request.hashes[block], routes)
-        request.registered = max(full, request.registered)
+        request.registered = full
 
     def release(self, request: Request) -> None:
         """Give back every page, the last blocks first, so that the start of a prefix outlives its end."""

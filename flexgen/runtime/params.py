@@ -160,8 +160,9 @@ class SamplingParams:
                 _integer(name, getattr(self, name), -1, None, hint="-1 for the whole vocabulary")
 
     def _validate_stops(self) -> None:
-        strings = self.stop_strings
-        if not all(_is_text(text) for text in strings):
+        listed = self.stop is None or isinstance(self.stop, str | Sequence)
+        strings = self.stop_strings if listed else ()
+        if not listed or not all(_is_text(text) for text in strings):
             raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
         if strings and not self.detokenize:
             raise ValueError(f"stop={list(strings)} needs the text, and detokenize=False makes none")

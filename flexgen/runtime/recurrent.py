@@ -1,7 +1,8 @@
 """The recurrent mixer of the gated delta net (Yang et al. 2024, arXiv:2412.06464): its short convolution and its rule.
 
 Rows address their state by slot. A step reads a row's state, runs the row's tokens and writes the state back; rows
-never see each other, and a slot that no row names is neither read nor written. Slot 0 serves the padding rows.
+never see each other, and a slot that no row names is neither read nor written. Slot 0 serves the padding rows, whose results
+nobody reads: a kernel may leave them out.
 
 Shape suffixes: T tokens, R rows, C channels, H key heads, V value heads, k and v their widths, c tokens of a chunk,
 n chunks of a step.
@@ -81,7 +82,7 @@ def delta_rule(
 
     S = exp(g) S; S += k beta (v - S^T k)^T; o = S^T q, in fp32, with q and k brought to unit length and q scaled by
     k's width ** -0.5 in here. Value head j reads key head j // (V / H).
-    state (slots, V, k, v) fp32; g_TV fp32, the logarithm of the decay, <= 0; beta_TV in (0, 1).
+    state (slots, V, k, v), in fp32 while it is here; g_TV fp32, the logarithm of the decay, <= 0; beta_TV in (0, 1).
     """
     return torch.ops.flexgen.delta_rule(
         q_THk, k_THk, v_TVv, g_TV, beta_TV, state, step.starts_R, step.state_R
@@ -167,13 +168,14 @@ def flash_linear_attention(
     """What `delta_rule` promises, by the kernels of the `fla` extra (https://github.com/fla-org/flash-linear-attention)."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    o_1TVv, state[state_R] = chunk_gated_delta_rule(
+    o_1TVv, last_RVkv = chunk_gated_delta_rule(
         *(x[None] for x in (q_THk, k_THk, v_TVv, g_TV, beta_TV)),
-        initial_state=state[state_R],
+        initial_state=state[state_R].float(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=starts_R.long(),
     )
+    state[state_R] = last_RVkv.to(state.dtype)
     return o_1TVv[0]
 
 
@@ -189,11 +191,11 @@ def recurrent_rule(
     q_RVk: Tensor, k_RVk: Tensor, v_RVv: Tensor, g_RV: Tensor, beta_RV: Tensor, state: Tensor, state_R: Tensor
 ) -> Tensor:
     """One token a row, all rows at once, the rule as it is written."""
-    s_RVkv = state[state_R] * g_RV.exp()[..., None, None]
+    s_RVkv = state[state_R].to(v_RVv.dtype) * g_RV.exp()[..., None, None]
     seen_RVv = torch.einsum("rvkw,rvk->rvw", s_RVkv, k_RVk)
     change_RVv = (v_RVv - seen_RVv) * beta_RV[..., None]
     s_RVkv = s_RVkv + k_RVk[..., None] * change_RVv[..., None, :]
-    state[state_R] = s_RVkv
+    state[state_R] = s_RVkv.to(state.dtype)
     return torch.einsum("rvkw,rvk->rvw", s_RVkv, q_RVk)
 
 
@@ -224,14 +226,14 @@ def chunked_rule(
     scores = (q @ k.transpose(2, 3)) * between
     q_in, k_out = q * decay.exp(), k * (decay[:, :, -1:] - decay).exp()
     through = decay[:, :, -1:].exp()
-    s_RVkv = state[state_R]
+    s_RVkv = state[state_R].to(v_TVv.dtype)
     o_nVcv = torch.empty_like(v)
     for rows, at in chunks.scan():
         s = s_RVkv[rows]
         change = values[at] - keys[at] @ s
         o_nVcv[at] = q_in[at] @ s + scores[at] @ change
         s_RVkv[rows] = s * through[at] + k_out[at].transpose(2, 3) @ change
-    state[state_R] = s_RVkv
+    state[state_R] = s_RVkv.to(state.dtype)
     return chunks.join(o_nVcv, v_TVv.shape[0])
 
 

@@ -22,7 +22,8 @@ class Request:
     stop_ids    every id that ends a text, which min_tokens keeps from being drawn
     banned_tokens  bad words of one token
     tokens      prompt and confirmed output ids
-    unread      tokens sampled on the device that the host has not read yet
+    length      tokens known to the device: confirmed ones and those that the host has not read yet
+    most_tokens  length at which it ends whatever it generates
     computed    positions whose K/V (or state) is written by the steps launched so far
     pages       per page group, the page of each block; 0 where the block was freed behind a window
     trimmed     per page group, blocks before this index are freed
@@ -43,7 +44,8 @@ class Request:
     deadline: float | None = None
 
     tokens: list[int] = field(default_factory=list)
-    unread: int = 0
+    length: int = field(init=False)
+    most_tokens: int = field(init=False)
     computed: int = 0
     slot: int = 0
     pages: list[list[int]] = field(default_factory=list)
@@ -66,16 +68,22 @@ class Request:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens, self.length = list(self.prompt), len(self.prompt)
+        self.most_tokens = self.length + self.stops.max_tokens
         if self.params.logprobs is not None:
             self.logprobs = []
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 
     @property
-    def length(self) -> int:
-        """Tokens known to the device: confirmed ones and those not read yet."""
-        return len(self.tokens) + self.unread
+    def unread(self) -> int:
+        """Tokens drawn on the device that the host has not read yet."""
+        return self.length - len(self.tokens)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that have a page, or had one, in each page group."""
+        return len(self.pages[0]) if self.pages else 0
 
     @property
     def outputs(self) -> list[int]:
@@ -84,11 +92,6 @@ class Request:
     @property
     def produced(self) -> int:
         return len(self.tokens) - len(self.prompt)
-
-    @property
-    def most_tokens(self) -> int:
-        """Length at which this request ends whatever it generates."""
-        return len(self.prompt) + self.stops.max_tokens
 
     @property
     def reads_no_cache(self) -> bool:

@@ -300,9 +300,9 @@ class Runner:
     def _enter(self, requests: Sequence[Request]) -> None:
         if not requests:
             return
-        slots = upload([request.slot for request in requests], self.device)
-        self.length_S[slots] = upload([len(request.tokens) for request in requests], self.device)
-        self.last_S[slots] = upload([request.tokens[-1] for request in requests], self.device)
+        columns = zip(*((request.slot, len(request.tokens), request.tokens[-1]) for request in requests))
+        slots, lengths, last = upload(list(columns), self.device)
+        self.length_S[slots], self.last_S[slots] = lengths, last
         for blocks_SB in self.blocks_SB:
             blocks_SB.index_fill_(0, slots, 0)
         self.cache.clear_state(slots)
@@ -310,9 +310,9 @@ class Runner:
 
     def _apply(self, changes: Sequence[TableChange]) -> None:
         for group, blocks_SB in enumerate(self.blocks_SB):
-            entries = [(change.slot, change.block, change.page) for change in changes if change.group == group]
-            if entries:
-                slots, blocks, pages = upload(entries, self.device).unbind(1)
+            columns = list(zip(*(change for change in changes if change.group == group)))
+            if columns:
+                _, slots, blocks, pages = upload(columns, self.device)
                 blocks_SB[slots, blocks] = pages.int()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ class Features:
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab: int) -> Features:
+        requests = list({id(request.params): request for request in requests}.values())  # most share one
         params = [request.params for request in requests]
         drawn = [p for p in params if not p.greedy]
         return cls(
@@ -99,14 +101,15 @@ class SamplingTables:
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Write the parameters of requests that just got their slots."""
-        slots = upload([request.slot for request in requests], self.device)
-        numbers = [_numbers(request.params) for request in requests]
-        self.numbers_S6[slots] = upload(numbers, self.device, torch.float32)
         integers = [
-            (0 if r.params.greedy else max(r.params.top_k, 0), r.seed, len(r.prompt) + r.params.min_tokens)
+            (r.slot, 0 if r.params.greedy else max(r.params.top_k, 0), r.seed, len(r.prompt) + r.params.min_tokens)
             for r in requests
         ]
-        self.integers_S3[slots] = upload(integers, self.device)
+        integers_R4 = upload(integers, self.device)
+        slots_R = integers_R4[:, 0]
+        self.integers_S3[slots_R] = integers_R4[:, 1:]
+        numbers = [_numbers(request.params) for request in requests]
+        self.numbers_S6[slots_R] = upload(numbers, self.device, np.float32)
         for request in requests:
             self._enter_wide(request)
 
@@ -145,7 +148,7 @@ class SamplingTables:
             row.fill_(NEVER)
             row[self._ids(params.allowed_token_ids)] = 0
         if params.logit_bias:
-            values = upload(list(params.logit_bias.values()), self.device, torch.float32)
+            values = upload(list(params.logit_bias.values()), self.device, np.float32)
             row[self._ids(list(params.logit_bias))] += values
         row[self._ids(request.banned_tokens)] = NEVER
         return row

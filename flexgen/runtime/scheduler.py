@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from flexgen.runtime.metrics import Metrics
 from flexgen.runtime.pages import PageTables, TableChange
 from flexgen.runtime.requests import Request
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Row:
     """`count` tokens of one request from position `start`. `samples`: they reach its end, so a token is drawn."""
 
@@ -76,33 +77,32 @@ class Scheduler:
                 self.tables.register(request)
         plan = StepPlan()
         budget, preempted = self._continue_running(plan)
-        if self.waiting and not preempted:
+        if self.waiting and self.free_slots and not preempted:
             self._admit(plan, budget, cache_root)
         plan.changes = self.tables.take_changes()
         return plan
 
     def _continue_running(self, plan: StepPlan) -> tuple[int, bool]:
         """Plan the running requests; returns what is left of the token budget and whether any was preempted."""
-        budget, preempted = self.max_num_batched_tokens, False
-        decoders = sum(request.decoding for request in self.running)
+        preempted = False
+        budget = self.max_num_batched_tokens - sum(request.decoding for request in self.running)
         for request in list(self.running):
-            if not request.slot or (request.length >= request.most_tokens and request.unread):
-                decoders -= request.slot > 0 and request.decoding
-                continue  # preempted above, or its last token is on its way
-            decoders -= request.decoding
-            count = 1 if request.decoding else min(request.length - request.computed, budget - decoders)
+            if not request.slot:
+                continue  # preempted for an older one
+            if request.length == request.most_tokens:
+                budget += 1  # its last token is on its way: it computes none
+                continue
+            left = request.length - request.computed
+            count = 1 if left == 1 else min(left, budget)
             if count <= 0:
                 continue
-            while not self.tables.grow(request, request.computed + count):
-                victim = self.running[-1]
-                decoders -= victim is not request and victim.decoding
+            while request.slot and not self.tables.grow(request, request.computed + count):
+                victim, preempted = self.running[-1], True
+                budget += victim.decoding
                 self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
             if request.slot:
                 self._plan(plan, request, count)
-                budget -= count
+                budget -= count if left > 1 else 0
         return budget, preempted
 
     def _admit(self, plan: StepPlan, budget: int, cache_root: bytes) -> None:
@@ -111,9 +111,11 @@ class Scheduler:
             if not self.free_slots or budget <= 0:
                 return
             self.tables.begin(request, cache_root)
-            cached = 0 if request.reads_no_cache else self.tables.cached_blocks(request)
-            if not request.reads_no_cache and self._is_promised(request, cached, promised):
-                continue  # an equal prefix is being computed: use it when it is there
+            cached = 0
+            if not request.reads_no_cache:
+                cached = self.tables.cached_blocks(request)
+                if self._is_promised(request, cached, promised):
+                    continue  # an equal prefix is being computed: use it when it is there
             count = min(len(request.tokens) - cached * self.tables.block_size, budget)
             if not self.tables.can_admit(request, cached, cached * self.tables.block_size + count):
                 return
@@ -123,9 +125,10 @@ class Scheduler:
 
     def _enter(self, plan: StepPlan, request: Request, cached: int, count: int) -> None:
         self.waiting.remove(request)
-        insort(self.running, request, key=lambda other: other.index)
+        insort(self.running, request, key=attrgetter("index"))
         request.slot = self.free_slots.pop()
-        self.tables.adopt(request, cached)
+        if cached:
+            self.tables.adopt(request, cached)
         if not self.tables.grow(request, request.computed + count):
             raise AssertionError("an admitted request did not get the pages that were counted for it")
         if not request.produced:
@@ -143,15 +146,15 @@ class Scheduler:
         return cached < min(shareable, len(request.hashes)) and request.hashes[cached] in promised
 
     def _plan(self, plan: StepPlan, request: Request, count: int) -> None:
-        start, samples = request.computed, request.computed + count == request.length
-        plan.rows.append(Row(request, start, count, samples, count == 1 and request.decoding))
+        left = request.length - request.computed
+        plan.rows.append(Row(request, request.computed, count, samples=count == left, decodes=left == 1))
         request.computed += count
-        request.unread += samples
+        request.length += count == left
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._evict(request)
-        insort(self.waiting, request, key=lambda other: other.index)
+        insort(self.waiting, request, key=attrgetter("index"))
         self.metrics.preemptions += 1
 
     def _evict(self, request: Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _INCOMPLETE = "\ufffd"
 """What a decoder puts where the bytes of a character are not all there yet."""
@@ -47,8 +47,7 @@ class Detokenizer:
         return piece
 
 
-@dataclass(frozen=True)
-class StopRules:
+class StopRules(NamedTuple):
     """When one request ends.
 
     eos        the id whose end gives no stop_reason, or None

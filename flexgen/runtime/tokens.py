@@ -36,7 +36,7 @@ class Tokens:
 
         try:
             loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a damaged tokenizer.json raises a bare Exception
             raise FlexgenError(
                 f"no tokenizer could be read from {tokenizer}: {error}\n"
                 "give LLM(tokenizer=DIR), or skip_tokenizer_init=True to work with token ids only"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def upload(values: Sequence, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(values: Sequence | np.ndarray, device: torch.device, dtype: type = np.int64) -> Tensor:
     """A device tensor of `values`, copied in stream order (from pinned memory on CUDA)."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    host = torch.from_numpy(np.array(values, dtype))  # torch.tensor(values) takes several times as long
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Staging:

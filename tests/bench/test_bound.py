@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND, StepBytes, step_bytes
-from flexgen.bench.shapes import SHAPES, shape
+from flexgen.bench.shapes import LOADING, SHAPES, shape
 from flexgen.runtime.config import normalise
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.model import Model
@@ -21,7 +21,10 @@ def without_storage(name, layers=None):
     config = shape(name, layers)
     package = load_package(choose(config))
     config = normalise(config, package.manifest["text_config"])
-    return Model(package, package.walker.Dims.from_config(config, ()), config, torch.bfloat16, torch.device("meta"))
+    model = Model(package, package.walker.Dims.from_config(config, ()), config, torch.bfloat16, torch.device("meta"))
+    if "mamba_ssm_cache_dtype" in LOADING.get(name, {}):
+        model.set_state_dtype(torch.bfloat16)
+    return model
 
 
 def by_hand():
@@ -54,6 +57,8 @@ def by_hand():
     qwen = 3 * linear + full + 4 * rest + 2048 + 248320 * 2048 + ROWS * 2048
     state = 3 * (8192 * 4 * BF16 + 32 * 128 * 128 * FP32)
     yield "qwen3.6-35b-a3b", 4, 1000, 10.5, qwen, 4 * 3 * 512 * 2048, 2 * 1000 * 2 * 256 * BF16, state
+    state = 3 * (8192 * 4 + 32 * 128 * 128) * BF16
+    yield "qwen3.6-35b-a3b-bf16-state", 4, 1000, 10.5, qwen, 4 * 3 * 512 * 2048, 2 * 1000 * 2 * 256 * BF16, state
 
 
 @pytest.mark.parametrize("name, layers, context, touched, dense, expert, pages, state", by_hand(), ids=list(SHAPES))

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from flexgen.bench.shapes import SHAPES, shape
+from flexgen.bench.shapes import LOADING, SHAPES, shape
 from flexgen.runtime.model import Model
 from flexgen.verify import reference
 from flexgen.verify.precision import LIMIT, rounding
 
-LAYERS = {"gemma4-26b-a4b": 6, "qwen3.6-35b-a3b": 4}
+LAYERS = {"gemma4-26b-a4b": 6, "qwen3.6-35b-a3b": 4, "qwen3.6-35b-a3b-bf16-state": 4}
 """So many that every kind of layer is there; 2 else."""
 
 
@@ -21,7 +21,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(name, tmp_path):
         reference.save(reference.tiny(config).bfloat16(), tmp_path)
     torch.cuda.empty_cache()
     exact, rounded = (reference.load(tmp_path, "cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
-    model = Model.load(tmp_path, dtype="bfloat16", device="cuda")
+    model = Model.load(tmp_path, dtype="bfloat16", device="cuda", **LOADING.get(name, {}))
     draw = torch.Generator().manual_seed(0)
     sequences = torch.randint(1, config["vocab_size"], (16, 128), generator=draw).tolist()
     found = rounding(model, exact, rounded, sequences, prefill=64)

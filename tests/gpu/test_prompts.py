@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from flexgen.runtime import recurrent
+from flexgen.runtime.abi import PAD_SLOT
 from flexgen.runtime.kernels.delta_rule import delta_prefill
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.model import Model
@@ -17,31 +18,34 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("counts", [[1], [64, 65], [1, 130, 3], [700], [1] * 40 + [300]])
-def test_prompts_are_the_chunked_rule_in_float64(counts, dtype):
+@pytest.mark.parametrize("pads", [[], [2, 1, 0, 65]])
+@pytest.mark.parametrize(
+    "counts", [[1], [64, 65], [1, 130, 3], [700], [1] * 40 + [300], [12] * 9, [128] * 80, [5] * 300]
+)
+def test_prompts_are_the_chunked_rule_in_float64(counts, pads, dtype):
     torch.manual_seed(0)
-    tokens = sum(counts)
+    live, rows, tokens = sum(counts), len(counts), sum(counts + pads)
     q, k = torch.randn(2, tokens, KEY_HEADS, KEY, device="cuda").to(dtype)
     v = torch.randn(tokens, VALUE_HEADS, VALUE, device="cuda").to(dtype)
     g, beta = -torch.rand(tokens, VALUE_HEADS, device="cuda"), torch.rand(tokens, VALUE_HEADS, device="cuda").to(dtype)
     state = torch.randn(len(counts) + 2, VALUE_HEADS, KEY, VALUE, device="cuda")
     state[[0, -1]] = float("nan")
-    starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
-    slots = torch.arange(len(counts), 0, -1, device="cuda")
+    starts = torch.tensor([0, *counts, *pads], device="cuda").cumsum(0).int()
+    slots = torch.tensor([*range(rows, 0, -1), *[PAD_SLOT] * len(pads)], device="cuda")
     units = [x.double() / (x.double().pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)]
     unit_q, unit_k = (x.repeat_interleave(VALUE_HEADS // KEY_HEADS, 1) for x in units)
     exact = state.double()
     inputs = (unit_q * KEY**-0.5, unit_k, v.double(), g.double(), beta.double())
-    expected = recurrent.chunked_rule(*inputs, exact, starts, slots)
+    expected = recurrent.chunked_rule(*(x[:live] for x in inputs), exact, starts[: rows + 1], slots[:rows])
     delta_prefill(q, k, v, g, beta, state.clone(), starts, slots)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = delta_prefill(q, k, v, g, beta, state, starts, slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for got, wanted in ((result, expected), (state[1:-1], exact[1:-1])):
+    for got, wanted in ((result[:live], expected), (state[1:-1], exact[1:-1])):
         assert (got.double() - wanted).norm() < LIMITS[dtype] * wanted.norm()
-    assert state[[0, -1]].isnan().all()
+    assert state[[0, -1]].isnan().all() and not result[live:].any()
 
 
 @pytest.mark.parametrize("spec", ("qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe"))

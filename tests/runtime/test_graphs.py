@@ -116,6 +116,9 @@ def test_a_shape_is_filled_exactly_or_not_at_all(counts, longest):
             assert packed.starts_R.diff().tolist() == [len(piece.ids) for piece in filled]
             assert packed.lengths_R[: len(pieces)].tolist() == [5 + count for count in counts]
             assert packed.rows_T.bincount().tolist() == packed.starts_R.diff().tolist()
+            assert packed.ids_T.tolist() == [token for piece in filled for token in piece.ids]
+            assert packed.positions_T.tolist() == [piece.start + i for piece in filled for i in range(len(piece.ids))]
+            assert packed.slots_R.tolist() == [piece.slot for piece in filled]
 
 
 def test_a_weight_that_moved_is_named():

@@ -24,14 +24,33 @@ if not INTERPRETED:
         assert result.returncode == 0, result.stdout + result.stderr
 
 else:
+    import numpy as np
+    import triton.language as tl
     from test_attention import Requests
     from test_recurrent import KEY, VALUE, VALUE_HEADS, delta_inputs, states, step_of
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from flexgen.runtime import attention, moe
     from flexgen.runtime import slots as plain_slots
+    from flexgen.runtime.abi import PAD_SLOT
     from flexgen.runtime.kernels import causal_conv, delta_rule, experts, linear, paged_attention, routing, slots
     from flexgen.runtime.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.recurrent import delta_rule as delta_reference
+
+    def rounding_cast(builder, x, dtype):
+        """To the nearest bf16, where the interpreter cuts off."""
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(builder, x, dtype)
+        values = torch.from_numpy(np.ascontiguousarray(x.data))
+        return TensorHandle(values.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+    def dot_of_values(builder, a, b, *rest):
+        """The interpreter multiplies the bits of bf16."""
+        a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(builder, a, b, *rest)
+
+    cast, InterpreterBuilder.cast_impl = InterpreterBuilder.cast_impl, rounding_cast
+    dot, InterpreterBuilder.create_dot = InterpreterBuilder.create_dot, dot_of_values
 
     def attend(requests, scale, *, splits=None, sinks=None, softcap=None, q=None):
         step = requests.step
@@ -175,28 +194,65 @@ else:
             seen += taken
         assert sorted(seen) == list(range(routes))
 
-    def test_a_delta_step_equals_the_reference():
+    @pytest.mark.parametrize("kept, limit", [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
+    def test_a_delta_step_equals_the_reference(kept, limit):
         torch.manual_seed(7)
         inputs, slots = delta_inputs(3), [4, 1, 2]
-        state = states(slots)
+        state = states(slots).to(kept)
         expected_state = state.clone()
         expected = delta_reference(*inputs, expected_state, step_of([1, 1, 1], slots))
         result = delta_rule.delta_step(*inputs, state, torch.tensor(slots))
         assert result.shape == (3, VALUE_HEADS, VALUE) and state.shape[-2] == KEY
-        torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(state, expected_state, atol=1e-6, rtol=1e-5, equal_nan=True)
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)  # what is read is the same
+        torch.testing.assert_close(state, expected_state, atol=1e-6, rtol=limit, equal_nan=True)
 
-    @pytest.mark.parametrize("counts", [[1], [64, 65], [1, 130, 3]])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    # of the outputs, which are rounded once more, and of the state
+    DELTA_LIMITS = {torch.float32: (5e-6, 5e-6), torch.float16: (5e-4, 1e-4), torch.bfloat16: (3e-3, 1e-3)}
+
+    def delta_prefill_is_right(inputs, counts, launch=None, *, from_zero=False):
+        """Rows that continue, or begin, and slots that no row names, against the reference."""
+        dtype, slots = inputs[0].dtype, list(range(len(counts), 0, -1))
+        state, step = states(slots), step_of(counts, slots)
+        if from_zero:
+            state[slots] = 0
+        expected_state = state.clone()
+        expected = delta_reference(*(x.float() for x in inputs), expected_state, step)
+        result = delta_rule.delta_prefill(*inputs, state, step.starts_R, step.state_R, launch)
+        assert result.dtype == dtype and state[[0, -1]].isnan().all()
+        pairs = (result, expected), (state[1:-1], expected_state[1:-1])
+        for (got, wanted), limit in zip(pairs, DELTA_LIMITS[dtype]):
+            assert (got.float() - wanted).norm() < limit * wanted.norm()
+
+    @pytest.mark.parametrize("counts", [[1], [64, 65], [1, 130, 3], [16, 17, 1, 15, 12], [3, 0, 40, 0, 0]])
+    @pytest.mark.parametrize("dtype", DELTA_LIMITS)
     def test_delta_prefills_equal_the_reference(counts, dtype):
         torch.manual_seed(8)
-        slots = [2, 5, 1, 4][: len(counts)]
-        inputs, state = delta_inputs(sum(counts), dtype), states(slots)
-        step, expected_state = step_of(counts, slots), state.clone()
-        expected = delta_reference(*inputs, expected_state, step)
-        result = delta_rule.delta_prefill(*inputs, state, step.starts_R, step.state_R)
-        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4 if dtype == torch.float32 else 2**-10)
-        torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-4, equal_nan=True)
+        delta_prefill_is_right(delta_inputs(sum(counts), dtype), counts)
+
+    @pytest.mark.parametrize("launch", [(16, 16), (32, 32), (64, 16), (64, 64)])
+    def test_any_launch_gives_the_delta_rule(launch, monkeypatch):
+        torch.manual_seed(9)
+        monkeypatch.setattr(delta_rule, "_BLOCK_R", 2)
+        counts = [1, 33, 64, 2, 81]
+        delta_prefill_is_right(delta_inputs(sum(counts), torch.bfloat16), counts, delta_rule.Launch(*launch))
+
+    @pytest.mark.parametrize("least, most", [(0.9, 1.0), (1e-6, 2e-6)])
+    def test_similar_keys_and_small_rates_lose_no_precision(least, most):
+        torch.manual_seed(10)
+        q, k, v, g, beta = delta_inputs(200, torch.bfloat16)
+        delta_prefill_is_right((q, k * 0.05 + 1, v, g * 1e-3, beta * (most - least) + least), [200], from_zero=True)
+
+    @pytest.mark.parametrize("launch", [(16, 64), (64, 32)])
+    def test_a_delta_prefill_leaves_padding_rows_out(launch):
+        torch.manual_seed(11)
+        counts, pads, slots, launch = [12, 70], [2, 0, 1, 66], [1, 2], delta_rule.Launch(*launch)
+        inputs, state, step = delta_inputs(82, torch.bfloat16), states([0, 1, 2]), step_of(counts, slots)
+        padded_state, padded_step = state.clone(), step_of(counts + pads, slots + [PAD_SLOT] * len(pads))
+        padded = [torch.cat((x, torch.full((sum(pads), *x.shape[1:]), math.nan, dtype=x.dtype))) for x in inputs]
+        expected = delta_rule.delta_prefill(*inputs, state, step.starts_R, step.state_R, launch)
+        result = delta_rule.delta_prefill(*padded, padded_state, padded_step.starts_R, padded_step.state_R, launch)
+        assert torch.equal(result[:82], expected) and not result[82:].any()
+        torch.testing.assert_close(padded_state, state, atol=0, rtol=0, equal_nan=True)
 
     @pytest.mark.parametrize("count, k", [(5, 1), (5, 5), (16, 4), (128, 8), (130, 8)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

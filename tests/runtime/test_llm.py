@@ -1,11 +1,13 @@
 """The surface of LLM: forms of prompts, chat, streams, prompt_logprobs, arguments, and a long mixed run."""
 
+import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.outputs import RequestOutput
 from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
@@ -172,6 +174,10 @@ def test_arguments_act_or_raise_by_name():
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(Exception, match=f"(?s)no tokenizer could be read from {tmp_path}.*skip_tokenizer_init"):
         Tokens.load(tmp_path, tmp_path, {}, 10)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": ')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(FlexgenError, match=f"(?s)no tokenizer could be read from {tmp_path}.*skip_tokenizer_init"):
+        Tokens.load(tmp_path, tmp_path, {}, 10)
 
 
 def test_memory_decides_the_pages_but_never_more_than_all_slots_use():
@@ -253,3 +259,43 @@ def test_parts_of_a_message_are_its_text(talker):
         llm.chat([{"content": "the"}], GREEDY, use_tqdm=False, chat_template=template)
     with pytest.raises(TypeError, match="messages is a list"):
         llm.chat("the", GREEDY, use_tqdm=False, chat_template=template)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_garbage_collector_searches_again_what_generate_kept_from_it(talker, monkeypatch, fails):
+    llm, toy = talker
+    kept, forward = [], toy.forward
+
+    def watched(ids_T, step):
+        kept.append(gc.get_freeze_count())
+        if fails:
+            raise RuntimeError("no memory")
+        return forward(ids_T, step)
+
+    monkeypatch.setattr(toy, "forward", watched)
+    if fails:
+        with pytest.raises(RuntimeError, match="no memory"):
+            llm.generate("the fox", GREEDY, use_tqdm=False)
+    else:
+        llm.generate("the fox", GREEDY, use_tqdm=False)
+    assert min(kept) > 1000 and gc.get_freeze_count() == 0
+
+
+def test_a_caller_who_froze_the_garbage_collector_finds_it_frozen(talker):
+    gc.freeze()
+    try:
+        talker[0].generate("the fox", GREEDY, use_tqdm=False)
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+
+
+def test_parameters_of_many_prompts_are_copied_when_they_are_given():
+    llm = engine(max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    growing = llm.stream([[1], [2]], params)
+    next(growing)
+    params.max_tokens = params.n = 0
+    assert {len(output.outputs[0].token_ids) for output in growing if output.finished} == {6}
+    with pytest.raises(ValueError, match="n=0 is out of range"):
+        run(llm, [[1], [2]], params)

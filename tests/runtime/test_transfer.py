@@ -1,9 +1,10 @@
 """Weights on their way to a device: the parts that are staged, put together, are the whole."""
 
+import numpy as np
 import pytest
 import torch
 
-from flexgen.runtime.transfer import Staging, pieces
+from flexgen.runtime.transfer import Staging, pieces, upload
 
 SOURCES = {
     "matrix": torch.randn(13, 7),
@@ -37,3 +38,17 @@ def test_a_host_copies_at_once():
     target = torch.empty(13, 7, dtype=torch.bfloat16)
     Staging(torch.device("cpu")).copy(target, SOURCES["matrix"])
     assert torch.equal(target, SOURCES["matrix"].bfloat16())
+
+
+@pytest.mark.parametrize("values", [[], [3, -1], (2**63 - 1,), range(5), [(1, 2), (3, 4)], np.arange(6).reshape(2, 3)])
+def test_an_upload_is_a_tensor_of_its_own(values):
+    uploaded = upload(values, torch.device("cpu"))
+    assert uploaded.dtype == torch.int64 and torch.equal(uploaded, torch.tensor(np.array(values), dtype=torch.int64))
+    if isinstance(values, np.ndarray):
+        values += 1
+        assert torch.equal(uploaded, torch.arange(6).view(2, 3))
+
+
+def test_numbers_are_rounded_as_torch_rounds_them():
+    numbers = [0.1, 1 / 3, 1e-45, 2.0**127, float("-inf")]
+    assert torch.equal(upload(numbers, torch.device("cpu"), np.float32), torch.tensor(numbers))
