@@ -32,7 +32,7 @@ def make_weights(count: int, width: int, inner: int, layout: str, device: torch.
 
 def backends(device: torch.device, tokens: int) -> dict[str, tuple[moe.Backend, bool]]:
     """Name to (backend, whether it can be captured)."""
-    found = {"loop": (moe.loop, False), "grouped_mm": (moe.grouped, True)}
+    found = {"each": (moe.each, False), "grouped_mm": (moe.grouped, True)}
     if device.type == "cuda" and tokens <= moe.ROUTED_TOKENS:
         found["triton"] = (moe.routed, True)
     return found
@@ -44,14 +44,14 @@ def measure(weights: moe.Weights, tokens: int, k: int, bandwidth: float) -> list
     width = weights.down.shape[1 if weights.layout == "out_in" else 2]
     inputs = []
     for _ in range(ROUTE_SETS):
-        routes = moe.top_k(torch.randn(tokens, count, device=device).softmax(-1), k)
-        inputs.append((torch.randn(tokens, width, device=device).to(weights.gate_up.dtype), *routes))
-    touched = sum(len(experts.unique()) for _, _, experts in inputs) / ROUTE_SETS
+        _, experts = moe.top_k(torch.randn(tokens, count, device=device).softmax(-1), k)
+        inputs.append((torch.randn(tokens, width, device=device).to(weights.gate_up.dtype), experts))
+    touched = sum(len(experts.unique()) for _, experts in inputs) / ROUTE_SETS
     one_expert = weights.gate_up[0].nbytes + weights.down[0].nbytes
     rows = []
     for name, (run, captured) in backends(device, tokens).items():
         calls = [lambda data=data, run=run: run(*data, weights, gate) for data in inputs]
-        taken = seconds(calls, device, captured=captured, repeats=20 if name != "loop" else 3)
+        taken = seconds(calls, device, captured=captured, repeats=20 if name != "each" else 3)
         share = touched * one_expert / taken / bandwidth
         rows.append(
             {"experts": count, "layout": weights.layout, "tokens": tokens, "backend": name}

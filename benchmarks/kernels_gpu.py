@@ -119,7 +119,7 @@ def expert_weights(count, width, inner, layout, interleaved, biased) -> moe.Weig
 
 
 def moe_layer(x, weights_TK, experts_TK, *, weights: moe.Weights, gate: moe.Gate) -> torch.Tensor:
-    return (route_outputs(x, experts_TK, **weights.flat(gate)) * weights_TK[..., None]).sum(1)
+    return (route_outputs(x, experts_TK, **weights.flat(gate)) * weights_TK[..., None]).float().sum(1)
 
 
 def expert_cases() -> Iterator[dict]:

@@ -40,6 +40,7 @@ else:
         operators._LIBRARY.impl(name, cuda, "CPU", allow_override=True)
     ops.project = lambda x_TD, weight_OD, bias_O=None: torch.ops.flexgen.linear(x_TD, weight_OD, bias_O)
     linear.serves = lambda x_TD, weight_OD: x_TD.shape[0] <= 64
+    moe._takes_reference = lambda x_TD: False
     moe.BACKENDS = ((lambda x_TD, weights: True, moe.routed),)
     runner._last_stage = lambda device: sampling.finish
     slots.rows, slots.places = slot_kernels.rows, slot_kernels.places

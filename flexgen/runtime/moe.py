@@ -138,75 +138,134 @@ def experts(
     """The routed MLPs of each token, weighted and summed: (T, D) in x's dtype.
 
     weights_TK may be fp32 in a 16-bit model: the product with them is then fp32. Biases: (E, 2I) and (E, D).
+    On a host it is the reference, which rounds where transformers does.
     """
     weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    run = choose(x_TD, weights)
-    return run(x_TD, weights_TK, experts_TK, weights, Gate(act, alpha, limit, up_offset))
+    arguments = weights.flat(Gate(act, alpha, limit, up_offset))
+    if _takes_reference(x_TD):
+        return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, **arguments)
+    outputs_TKD = torch.ops.flexgen.expert_outputs(x_TD, experts_TK, **arguments)
+    return reduce(torch.add, (outputs_TKD * weights_TK[..., None]).float().unbind(1)).to(x_TD.dtype)
 
 
-# ---------------------------------------------------------------- backends
+def _takes_reference(x_TD: Tensor) -> bool:
+    return x_TD.device.type == "cpu"
 
 
-def loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """An expert at a time, in the order and with the casts of transformers' eager loop: the reference."""
-    return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, **weights.flat(gate))
+# ---------------------------------------------------------------- the output of each token's experts, (T, K, D) in x's dtype
 
 
-def grouped(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """Routes sorted by expert, two grouped matrix products, K contributions a token summed in fp32.
+def routed(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """The Triton kernels for decode sizes."""
+    from flexgen.runtime.kernels.experts import route_outputs  # Triton is there where CUDA is
+
+    return route_outputs(x_TD, experts_TK, **weights.flat(gate))
+
+
+def grouped(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """Routes sorted by expert, and two grouped matrix products.
 
     Every route has an expert, so the groups cover all rows and none is left unwritten. Counting by a search in the sorted
-    experts, since bincount waits for the device; the sum is written out, for the compiler to fuse with the gather.
+    experts, since bincount waits for the device.
     """
     choices, count = experts_TK.shape[1], weights.gate_up.shape[0]
     sorted_M, order_M = experts_TK.flatten().to(torch.int16).sort(stable=True)
     every_E = torch.arange(count, dtype=torch.int16, device=x_TD.device)
     offsets_E = torch.searchsorted(sorted_M, every_E, right=True, out_int32=True)
-    place_M = torch.empty_like(order_M).scatter(0, order_M, torch.arange(len(order_M), device=x_TD.device))
-
-    def linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = F.grouped_mm(h, weight.transpose(1, 2) if weights.layout == "out_in" else weight, offs=offsets_E)
-        return y if bias is None else y + bias[sorted_M.long()]
-
-    h_MD = linear(x_TD[order_M // choices], weights.gate_up, weights.gate_up_bias)
-    h_MD = linear(gate(*split_gate_up(h_MD, weights.interleaved)), weights.down, weights.down_bias)
-    parts_TKD = h_MD[place_M].unflatten(0, (-1, choices)) * weights_TK[..., None]
-    return reduce(torch.add, parts_TKD.float().unbind(1)).to(x_TD.dtype)
+    gate_up, down = (w.transpose(1, 2) if weights.layout == "out_in" else w for w in (weights.gate_up, weights.down))
+    between, last = (_gated_cuda, _placed_cuda) if x_TD.is_cuda else (_gated, _placed)
+    h_MJ = F.grouped_mm(x_TD[order_M // choices], gate_up, offs=offsets_E)
+    y_MD = F.grouped_mm(between(h_MJ, sorted_M, weights, gate), down, offs=offsets_E)
+    return last(y_MD, sorted_M, order_M, weights.down_bias).unflatten(0, (-1, choices))
 
 
-def routed(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """The Triton kernels for decode sizes; the weighted sum over a token's K experts is for the compiler to fuse."""
-    parts_TKD = torch.ops.flexgen.experts_routed(x_TD, experts_TK, **weights.flat(gate))
-    return reduce(torch.add, (parts_TKD * weights_TK[..., None]).unbind(1)).to(x_TD.dtype)
+def _gated(h_MJ: Tensor, experts_M: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """What lies between an expert's two products, (M, I)."""
+    if weights.gate_up_bias is not None:
+        h_MJ = h_MJ + weights.gate_up_bias[experts_M.long()]
+    return gate(*split_gate_up(h_MJ, weights.interleaved))
+
+
+def _gated_cuda(h_MJ: Tensor, experts_M: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    from flexgen.runtime.kernels.experts import gated  # Triton is there where CUDA is
+
+    return gated(h_MJ, experts_M, weights.gate_up_bias, weights.interleaved, gate.act, gate.alpha, gate.limit, gate.up_offset)
+
+
+def _placed(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows back in the order of the routes, with the bias of their experts."""
+    if bias is not None:
+        y_MD = y_MD + bias[experts_M.long()]
+    return torch.empty_like(y_MD).index_copy(0, order_M, y_MD)
+
+
+def _placed_cuda(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor | None) -> Tensor:
+    from flexgen.runtime.kernels.experts import placed  # Triton is there where CUDA is
+
+    return placed(y_MD, experts_M, order_M, bias)
+
+
+def each(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """An expert at a time, for any dtype and stride. Waits for the device."""
+    out_TKD = x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]))
+    for expert in experts_TK.unique().tolist():
+        token, choice = torch.where(experts_TK == expert)
+        out_TKD[token, choice] = _mlp(x_TD[token], expert, weights, gate)
+    return out_TKD
 
 
 def _serves_routed(x_TD: Tensor, weights: Weights) -> bool:
-    return x_TD.is_cuda and x_TD.shape[0] <= ROUTED_TOKENS
+    return x_TD.shape[0] <= ROUTED_TOKENS
 
 
 def _serves_grouped(x_TD: Tensor, weights: Weights) -> bool:
     """bf16, and strides of 16 bytes throughout, which grouped_mm wants."""
     step = 16 // x_TD.element_size()
     strides = (*weights.gate_up.stride()[:2], *weights.down.stride()[:2], weights.inner, x_TD.shape[1])
-    return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and all(stride % step == 0 for stride in strides)
+    return x_TD.dtype == torch.bfloat16 and all(stride % step == 0 for stride in strides)
 
 
 ROUTED_TOKENS = 256
 """Tokens up to which the decode kernels run. Beyond them a matrix product no longer waits for weights alone."""
 
-Backend = Callable[[Tensor, Tensor, Tensor, Weights, Gate], Tensor]
+Backend = Callable[[Tensor, Tensor, Weights, Gate], Tensor]
 
 BACKENDS: tuple[tuple[Callable[[Tensor, Weights], bool], Backend], ...] = (
     (_serves_routed, routed),
     (_serves_grouped, grouped),
-    (lambda x_TD, weights: True, loop),
+    (lambda x_TD, weights: True, each),
 )
-"""The first that serves is taken: on a host the reference, which rounds where transformers does."""
+"""The first that serves is taken, each time anew: compiled code does not depend on which."""
 
 
 def choose(x_TD: Tensor, weights: Weights) -> Backend:
-    """The backend for these tokens; only shapes, dtypes, strides and the device decide."""
+    """The backend for these tokens; only shapes, dtypes and strides decide."""
     return next(run for serves, run in BACKENDS if serves(x_TD, weights))
+
+
+# ---------------------------------------------------------------- operators
+
+
+def _expert_outputs(
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    layout: str,
+    interleaved: bool,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    act: str,
+    alpha: float | None,
+    limit: float | None,
+    up_offset: float,
+) -> Tensor:
+    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
+    return choose(x_TD, weights)(x_TD, experts_TK, weights, Gate(act, alpha, limit, up_offset))
+
+
+def _expert_outputs_fake(x_TD: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
+    return x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]))
 
 
 def _experts_loop(
@@ -224,15 +283,14 @@ def _experts_loop(
     limit: float | None,
     up_offset: float,
 ) -> Tensor:
-    """An opaque operator, since which experts run depends on the data. Experts ascend, sums are in x's dtype."""
+    """An expert at a time, in the order and with the casts of transformers' eager loop: ascending, sums in x's dtype."""
+    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
     gate = Gate(act, alpha, limit, up_offset)
     y_TD = torch.zeros_like(x_TD)
     experts_KT = experts_TK.T
     for expert in experts_TK.unique().tolist():
         choice, token = torch.where(experts_KT == expert)
-        h = _linear(x_TD[token], gate_up, gate_up_bias, expert, layout)
-        h = gate(*split_gate_up(h, interleaved))
-        h = _linear(h, down, down_bias, expert, layout) * weights_TK[token, choice, None]
+        h = _mlp(x_TD[token], expert, weights, gate) * weights_TK[token, choice, None]
         y_TD.index_add_(0, token, h.to(y_TD.dtype))
     return y_TD
 
@@ -241,34 +299,16 @@ def _experts_loop_fake(x_TD: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x_TD)
 
 
+def _mlp(x: Tensor, expert: int, weights: Weights, gate: Gate) -> Tensor:
+    h = _linear(x, weights.gate_up, weights.gate_up_bias, expert, weights.layout)
+    h = gate(*split_gate_up(h, weights.interleaved))
+    return _linear(h, weights.down, weights.down_bias, expert, weights.layout)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout: str) -> Tensor:
     y = F.linear(x, weight[expert]) if layout == "out_in" else x @ weight[expert]
     return y if bias is None else y + bias[expert]
 
 
-def _experts_routed(
-    x_TD: Tensor,
-    experts_TK: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    layout: str,
-    interleaved: bool,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    act: str,
-    alpha: float | None,
-    limit: float | None,
-    up_offset: float,
-) -> Tensor:
-    from flexgen.runtime.kernels.experts import route_outputs  # Triton is there where CUDA is
-
-    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    return route_outputs(x_TD, experts_TK, **weights.flat(Gate(act, alpha, limit, up_offset)))
-
-
-def _experts_routed_fake(x_TD: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
-    return x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]), dtype=torch.float32)
-
-
 operator("experts_loop", cpu=_experts_loop, cuda=_experts_loop, fake=_experts_loop_fake)
-operator("experts_routed", cpu=_experts_routed, cuda=_experts_routed, fake=_experts_routed_fake)
+operator("expert_outputs", cpu=_expert_outputs, cuda=_expert_outputs, fake=_expert_outputs_fake)

@@ -2,7 +2,7 @@
 
 A layer function sees tensors, numbers and plain attributes, never its index, so all layers of a kind share one piece of
 compiled code. Sizes that change from step to step (tokens, rows, blocks of a table) are symbols in it; a step of one token
-and a step with prompts are variants of their own. More variants than that are a defect and raise.
+is a variant of its own. More variants are a defect and raise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flexgen.runtime.abi import Step
 
-VARIANTS = 8
-"""Most variants of one function: one token, decode, prefill, and those again where experts change their backend."""
+VARIANTS = 4
+"""Most variants of one function. It takes two, one token and more; the rest is for what a later torch may tell apart."""
 
 
 class Regional:

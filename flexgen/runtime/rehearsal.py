@@ -24,9 +24,13 @@ def of_each_kind(model: Any) -> Any:
 
 
 def rehearse(
-    runner: Any, sizes: Sequence[int], features: Sequence[Features], counts: Sequence[int], inference: bool
+    runner: Any,
+    sizes: Sequence[int],
+    features: Sequence[Features],
+    prompts: Sequence[tuple[int, int]],
+    inference: bool,
 ) -> None:
-    """Decode steps of each of `sizes` rows, and steps with `counts` prompts, all on the pad slot.
+    """Decode steps of each of `sizes` rows, and steps with `prompts`, (rows, tokens of each), all on the pad slot.
 
     For a thread of its own, with a copy of the runner. `inference`: the tables were made in torch's inference mode.
     """
@@ -39,5 +43,5 @@ def rehearse(
             logits_RV = runner.decode_logits(slots_R)
             for each in features:
                 runner.draw(logits_RV, slots_R, each)
-        for count in counts:
-            runner.forward_pieces([Piece(PAD_SLOT, 0, (0,) * 4)] * count)
+        for rows, tokens in prompts:
+            runner.forward_pieces([Piece(PAD_SLOT, 0, (0,) * tokens)] * rows)

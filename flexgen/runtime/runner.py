@@ -26,7 +26,7 @@ from flexgen.runtime.graphs import Graphs, Steps, packed_shapes
 from flexgen.runtime.moe import ROUTED_TOKENS
 from flexgen.runtime.packed import LAST, PADDING, Packed, Piece, Shape, numbers
 from flexgen.runtime.pages import TableChange
-from flexgen.runtime.regional import compile_layers, mark_sizes, unrelated_sizes
+from flexgen.runtime.regional import compile_layers, mark_sizes, prepare, unrelated_sizes
 from flexgen.runtime.rehearsal import rehearse
 from flexgen.runtime.requests import Request
 from flexgen.runtime.sampler import Features, Finish, Sampled, SamplingTables, describe, finish, sample
@@ -38,6 +38,9 @@ CAPTURED = (Features(), Features(random=True))
 
 _TYPICAL_ROWS = 16
 """Rows for which the compiler sizes the blocks of its kernels, which then run any number but 1."""
+
+_SHORT_PROMPT, _LONG_PROMPT = 4, 64
+"""Tokens of prompts that are run at start, for their kernels."""
 
 _SCORED_ROWS = 256
 """Prompt positions whose logits are held at once for prompt_logprobs."""
@@ -140,23 +143,29 @@ class Runner:
 
     @torch.no_grad()
     def compile(self, most_rows: int, sizes: Sequence[int]) -> None:
-        """Compile the layers for one row, several rows, and steps with prompts.
+        """Compile the layers for one token and for more.
 
         Meanwhile the kernels are compiled that decode of `sizes` rows launches, and steps with prompts, if there are sizes.
         """
-        counts = [shape.rows - 1 for shape in self._shapes()] if sizes else ()
-        compile_layers(self.model)
+        prompts = self._prompts() if sizes else ()
+        rehearsal = copy(self), sizes, CAPTURED, prompts, torch.is_inference_mode_enabled()
+        if self.device.type == "cuda":
+            prepare()  # where kernels are cached
         with ThreadPoolExecutor(1) as other:
-            rehearsal = copy(self), sizes, CAPTURED, counts, torch.is_inference_mode_enabled()
             kernels = other.submit(rehearse, *rehearsal)
+            compile_layers(self.model)
             self._mark = mark_sizes
             with unrelated_sizes():
                 for rows in (1, max(2, min(_TYPICAL_ROWS, most_rows))):
                     self.decode_logits(torch.full((rows,), PAD_SLOT, device=self.device))
-                if self.most_tokens > ROUTED_TOKENS:
-                    self.forward_pieces([Piece(PAD_SLOT, 0, (0, 0))] * (ROUTED_TOKENS // 2 + 1))
             kernels.result()
         self._reset_pads()
+
+    def _prompts(self) -> list[tuple[int, int]]:
+        """(rows, tokens of each) of steps with prompts that between them launch every kernel that such steps do."""
+        long = min(_LONG_PROMPT, self.max_model_len)
+        steps = [(shape.rows - 1, _SHORT_PROMPT) for shape in self._shapes()] + [(1, long), (4, long)]
+        return [(rows, tokens) for rows, tokens in steps if rows * tokens < self.most_tokens]
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:

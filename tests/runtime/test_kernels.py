@@ -148,8 +148,8 @@ else:
     def assert_experts_agree(x, weights_TK, experts_TK, weights, gate, launch=None):
         arguments = weights.flat(gate)
         parts = experts.route_outputs(x, experts_TK, **arguments, launch=launch) * weights_TK[..., None]
-        expected = moe.loop(x, weights_TK, experts_TK, weights, gate)
-        torch.testing.assert_close(parts.sum(1), expected, atol=2e-5, rtol=1e-4)
+        expected = moe.each(x, experts_TK, weights, gate) * weights_TK[..., None]
+        torch.testing.assert_close(parts, expected, atol=2e-5, rtol=1e-4)
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("tokens, count, k", [(1, 4, 2), (3, 5, 5), (37, 3, 2)])
@@ -160,14 +160,26 @@ else:
         assert_experts_agree(torch.randn(tokens, 40), *moe.top_k(scores, k), weights, gate)
 
     @pytest.mark.parametrize("form", ["out_in", "gpt_oss"])
-    def test_experts_in_16_bits_take_fp32_routing_weights(form):
+    def test_experts_in_16_bits(form):
         torch.manual_seed(9)
         weights, gate = expert_weights(form, 5, 40, 24)
-        x, chosen = torch.randn(9, 40), moe.top_k(torch.rand(9, 5), 2)
+        x, (_, chosen) = torch.randn(9, 40), moe.top_k(torch.rand(9, 5), 2)
         halves = moe.Weights(*(w.half() if isinstance(w, torch.Tensor) else w for w in vars(weights).values()))
-        result = moe.routed(x.half(), *chosen, halves, gate)
+        result = moe.routed(x.half(), chosen, halves, gate)
         assert result.dtype == torch.float16
-        torch.testing.assert_close(result.float(), moe.loop(x, *chosen, weights, gate), atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(result.float(), moe.each(x, chosen, weights, gate), atol=2e-2, rtol=5e-3)
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_what_follows_grouped_products_equals_its_plain_form(form):
+        torch.manual_seed(10)
+        weights, gate = expert_weights(form, 5, 40, 24)
+        (_, chosen), down_bias = moe.top_k(torch.rand(7, 5), 3), weights.down_bias
+        sorted_M, order_M = chosen.flatten().to(torch.int16).sort(stable=True)
+        h_MJ, y_MD = torch.randn(21, 48), torch.randn(21, 40)
+        found = moe._gated_cuda(h_MJ, sorted_M, weights, gate)
+        torch.testing.assert_close(found, moe._gated(h_MJ, sorted_M, weights, gate), atol=1e-5, rtol=1e-5)
+        found = moe._placed_cuda(y_MD, sorted_M, order_M, down_bias)
+        torch.testing.assert_close(found, moe._placed(y_MD, sorted_M, order_M, down_bias), atol=1e-6, rtol=1e-6)
 
     @pytest.mark.parametrize("block_m", [16, 32])
     def test_all_tokens_to_one_expert_and_nan_in_the_others(block_m):

@@ -154,9 +154,20 @@ def test_grouped_products_equal_the_loop(oriented):
         weights = moe.Weights(module.gate_up_proj, module.down_proj, oriented, True, *biases)
         gate = moe.Gate(alpha=1.702, limit=0.7, up_offset=1.0)
     for tokens, k in ((1, 1), (3, 2), (40, 5)):
-        x = torch.randn(tokens, 24)
-        chosen = routes(tokens, 5, k)
-        torch.testing.assert_close(moe.grouped(x, *chosen, weights, gate), moe.loop(x, *chosen, weights, gate))
+        x, (_, chosen) = torch.randn(tokens, 24), routes(tokens, 5, k)
+        torch.testing.assert_close(moe.grouped(x, chosen, weights, gate), moe.each(x, chosen, weights, gate))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_of_each_expert_weighted_and_added_are_the_loop(dtype, monkeypatch):
+    torch.manual_seed(8)
+    module, x, (weights, chosen) = gpt_oss(5, 24, 24, dtype), torch.randn(9, 24).to(dtype), routes(9, 5, 3)
+    expected = run_gpt_oss(module, x, weights, chosen)
+    monkeypatch.setattr(moe, "_takes_reference", lambda x_TD: False)
+    monkeypatch.setattr(moe, "BACKENDS", ((lambda x_TD, weights: True, moe.each),))
+    result = run_gpt_oss(module, x, weights, chosen)
+    limit = 1e-6 if dtype == torch.float32 else 5e-3
+    assert result.dtype == dtype and (result - expected).float().norm() < limit * expected.float().norm()
 
 
 def test_recording_traces_as_one_graph_and_leaves_other_rows():
@@ -170,18 +181,11 @@ def test_recording_traces_as_one_graph_and_leaves_other_rows():
         assert torch.equal(record[:tokens].long(), chosen) and (record[tokens:] == -1).all()
 
 
-def test_grouped_products_trace_as_one_graph():
-    torch.manual_seed(7)
+def test_shapes_dtypes_and_strides_choose_the_backend():
     module = standard(4, 24, 16, torch.bfloat16)
     weights = moe.Weights(module.gate_up_proj, module.down_proj, "out_in")
-    traced = torch.compile(moe.grouped, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (4, 9):
-        x, chosen = torch.randn(tokens, 24).bfloat16(), routes(tokens, 4, 2)
-        expected = moe.grouped(x, *chosen, weights, moe.Gate())
-        torch.testing.assert_close(traced(x, *chosen, weights, moe.Gate()), expected)
-
-
-def test_a_host_takes_the_reference():
-    module = standard(4, 24, 16, torch.bfloat16)
-    weights = moe.Weights(module.gate_up_proj, module.down_proj, "out_in")
-    assert moe.choose(torch.zeros(3, 24).bfloat16(), weights) is moe.loop
+    few, many = (torch.zeros(tokens, 24).bfloat16() for tokens in (moe.ROUTED_TOKENS, moe.ROUTED_TOKENS + 1))
+    assert moe.choose(few, weights) is moe.routed and moe.choose(many, weights) is moe.grouped
+    odd = standard(4, 20, 12, torch.bfloat16)
+    assert moe.choose(torch.zeros(999, 20).bfloat16(), moe.Weights(odd.gate_up_proj, odd.down_proj, "out_in")) is moe.each
+    assert moe.choose(many.float(), weights) is moe.each

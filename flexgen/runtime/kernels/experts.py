@@ -1,9 +1,11 @@
 """Routed expert MLPs in Triton for decode sizes: every chosen expert's weights are read once.
 
 Three launches. Routes (a token's choice of an expert) are sorted by expert and cut into blocks of BLOCK_M of one expert.
-Then two grouped matrix products: gate and up with their activation, and down. The last one writes each route's own fp32
-row, so sums keep one order; the caller weighs and adds a token's K rows, which the compiler fuses with what follows.
+Then two grouped matrix products: gate and up with their activation, and down. The last one writes each route's own row, so
+sums keep one order; the caller weighs and adds a token's K rows, which the compiler fuses with what follows.
 Shapes bound the number of blocks; blocks beyond the data return at once.
+
+For many tokens torch has grouped products; what comes after each of the two, `gated` and `placed`, is here.
 
 Shape suffixes: T tokens, D model width, I inner width, E experts, K experts of a token, M = T K routes.
 """
@@ -24,6 +26,8 @@ from flexgen.runtime.kernels.launch import CHAIN, LINE, await_previous, lines, p
 _BLOCK_K = 128
 _AHEAD = 512
 """Weights of a column of down that are asked for early, in 16 bits 1 KiB."""
+_ROWS = 4
+"""Rows of a program that moves them."""
 
 
 @triton.jit(do_not_specialize=["routes", "count", "blocks"])
@@ -57,6 +61,15 @@ def _activate(gate, ACT: tl.constexpr, ALPHA: tl.constexpr):  # noqa: ANN001, AN
     if ALPHA is not None:
         return gate * tl.sigmoid(ALPHA * gate)
     return activate(gate, ACT)
+
+
+@triton.jit
+def _gated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):  # noqa: ANN001, ANN202
+    """`moe.Gate` of fp32 numbers."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return (up + UP_OFFSET) * _activate(gate, ACT, ALPHA)
 
 
 @triton.jit
@@ -118,10 +131,7 @@ def _gate_up_kernel(  # noqa: ANN202
         second = 2 * n + 1 if INTERLEAVED else n + INNER
         gate += tl.load(bias + first, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + second, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
-    if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    h_mn = (up + UP_OFFSET) * _activate(gate, ACT, ALPHA)
+    h_mn = _gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
     to = hidden + (start + m)[:, None].to(tl.int64) * INNER + n[None, :]
     tl.store(to, h_mn.to(hidden.dtype.element_ty), mask=(m < rows)[:, None] & (n < INNER)[None, :])
 
@@ -171,7 +181,7 @@ def _down_kernel(  # noqa: ANN202
     if BIAS:
         sums += tl.load(bias + expert * bias_e + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
     to = out + route[:, None].to(tl.int64) * WIDTH + n[None, :]
-    tl.store(to, sums, mask=(m < rows)[:, None] & (n < WIDTH)[None, :])
+    tl.store(to, sums.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < WIDTH)[None, :])
 
 
 @triton.jit
@@ -205,10 +215,7 @@ def _gate_up_one_kernel(  # noqa: ANN202
         bias += expert * bias_e
         gate += tl.load(bias + first, mask=live, other=0.0).to(tl.float32)
         up += tl.load(bias + second, mask=live, other=0.0).to(tl.float32)
-    if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    h_n = (up + UP_OFFSET) * _activate(gate, ACT, ALPHA)
+    h_n = _gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
     tl.store(hidden + route * INNER + n, h_n.to(hidden.dtype.element_ty), mask=live)
 
 
@@ -234,7 +241,7 @@ def _down_one_kernel(  # noqa: ANN202
     y_n = tl.sum(sums, 1)
     if BIAS:
         y_n += tl.load(bias + expert * bias_e + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + route * WIDTH + n, y_n, mask=live)
+    tl.store(out + route * WIDTH + n, y_n.to(out.dtype.element_ty), mask=live)
 
 
 @dataclass(frozen=True)
@@ -247,8 +254,13 @@ class Launch:
     down_n: int
 
     @staticmethod
-    def of(tokens: int, choices: int, count: int, width: int, inner: int, device: torch.device) -> Launch:
-        """From shapes alone: blocks that hold an average expert's routes, and columns that still fill the device."""
+    def of(
+        tokens: int, choices: int, count: int, width: int, inner: int, device: torch.device, layout: str = "out_in"
+    ) -> Launch:
+        """From shapes alone: blocks that hold an average expert's routes, and columns that still fill the device.
+
+        Of small blocks gate and up take narrow tiles, which leave less of the device idle at the end.
+        """
         routes = tokens * choices
         per_expert = routes / count
         block_m = 16 if per_expert <= 12 or tokens <= 16 else 32 if per_expert <= 24 else 64
@@ -258,7 +270,8 @@ class Launch:
             enough = 2 * processors(device)
             return next((n for n in (64, 32) if triton.cdiv(size, n) * blocks >= enough), 16)
 
-        return Launch(block_m, blocks, columns(inner), columns(width))
+        narrow = layout == "out_in" and block_m == 16 and tokens >= 8
+        return Launch(block_m, blocks, min(32 if narrow else 64, columns(inner)), columns(width))
 
 
 def _strides(weight: Tensor, layout: str) -> tuple[int, int, int]:
@@ -283,7 +296,7 @@ def route_outputs(
     up_offset: float,
     launch: Launch | None = None,
 ) -> Tensor:
-    """The output of each token's experts: (T, K, D) fp32. Arguments as in `moe.experts`."""
+    """The output of each token's experts: (T, K, D) in x's dtype. Arguments as in `moe.experts`."""
     (tokens, choices), width, count = experts_TK.shape, x_TD.shape[1], gate_up.shape[0]
     inner, routes = down.shape[2 if layout == "out_in" else 1], tokens * choices
     if tokens == 1 and layout == "out_in" and launch is None:
@@ -292,13 +305,13 @@ def route_outputs(
             gate_up_bias, down_bias, {"ACT": act, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset},
             interleaved,
         )  # fmt: skip
-    launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device)
+    launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device, layout)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     experts_TK = experts_TK.contiguous()
     is_sorted = tokens > 1
     order, *of_block = _sort(experts_TK, count, launch) if is_sorted else (experts_TK,) * 4
     hidden = x_TD.new_empty((routes, inner))
-    out = x_TD.new_empty((tokens, choices, width), dtype=torch.float32)
+    out = x_TD.new_empty((tokens, choices, width))
     shared = {"WIDTH": width, "INNER": inner, "SORTED": is_sorted, "BLOCK_M": launch.block_m, "BLOCK_K": _BLOCK_K}
     _gate_up_kernel[(triton.cdiv(inner, launch.gate_up_n), launch.blocks)](
         x_TD, gate_up, x_TD if gate_up_bias is None else gate_up_bias, hidden, experts_TK, order, *of_block,
@@ -331,7 +344,7 @@ def _one_token(
     assert gate_up.stride(2) == 1 and down.stride(2) == 1
     choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
     hidden = x_1D.new_empty((choices, inner))
-    out = x_1D.new_empty((1, choices, width), dtype=torch.float32)
+    out = x_1D.new_empty((1, choices, width))
     sizes = _one_blocks(choices * inner, width, device, tile=4096)
     _gate_up_one_kernel[(triton.cdiv(inner, sizes["BLOCK_O"]), choices)](
         x_1D, gate_up, x_1D if gate_up_bias is None else gate_up_bias, hidden, experts_1K,
@@ -370,3 +383,86 @@ def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tenso
         num_warps=4, **CHAIN,
     )  # fmt: skip
     return (order, *of_block)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_kernel(  # noqa: ANN202
+    h, bias, experts, out, rows, bias_e,  # noqa: ANN001
+    INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+    await_previous()
+    live, route = m < rows, m.to(tl.int64)[:, None]
+    mask, both = live[:, None] & (n < INNER)[None, :], live[:, None] & (pair < 2 * INNER)[None, :]
+    expert = tl.load(experts + m, mask=live & BIAS, other=0).to(tl.int64)[:, None]
+    if INTERLEAVED:
+        h_mj = tl.load(h + route * 2 * INNER + pair[None, :], mask=both, other=0.0).to(tl.float32)
+        if BIAS:
+            h_mj += tl.load(bias + expert * bias_e + pair[None, :], mask=both, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(h_mj, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        of_gate = h + route * 2 * INNER + n[None, :]
+        gate = tl.load(of_gate, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(of_gate + INNER, mask=mask, other=0.0).to(tl.float32)
+        if BIAS:
+            of_gate = bias + expert * bias_e + n[None, :]
+            gate += tl.load(of_gate, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(of_gate + INNER, mask=mask, other=0.0).to(tl.float32)
+    h_mn = _gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+    tl.store(out + route * INNER + n[None, :], h_mn.to(out.dtype.element_ty), mask=mask)
+
+
+def gated(
+    h_MJ: Tensor,
+    experts_M: Tensor,
+    bias: Tensor | None,
+    interleaved: bool,
+    act: str,
+    alpha: float | None,
+    limit: float | None,
+    up_offset: float,
+) -> Tensor:
+    """(M, 2I) products of sorted routes -> (M, I): the bias of their experts, if any, and the gate, in fp32."""
+    assert h_MJ.is_contiguous() and (bias is None or bias.stride(1) == 1)
+    rows, inner = h_MJ.shape[0], h_MJ.shape[1] // 2
+    out = h_MJ.new_empty((rows, inner))
+    block_m, block_n = _ROWS, min(1024, triton.next_power_of_2(inner))
+    _gate_kernel[(triton.cdiv(rows, block_m), triton.cdiv(inner, block_n))](
+        h_MJ, h_MJ if bias is None else bias, experts_M, out, rows, 0 if bias is None else bias.stride(0),
+        INNER=inner, INTERLEAVED=interleaved, BIAS=bias is not None, ACT=act, ALPHA=alpha, LIMIT=limit,
+        UP_OFFSET=up_offset, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, **CHAIN,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _place_kernel(  # noqa: ANN202
+    y, bias, experts, order, out, rows, bias_e,  # noqa: ANN001
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    await_previous()
+    live = m < rows
+    mask = live[:, None] & (n < WIDTH)[None, :]
+    y_mn = tl.load(y + m.to(tl.int64)[:, None] * WIDTH + n[None, :], mask=mask, other=0.0)
+    if BIAS:
+        expert = tl.load(experts + m, mask=live, other=0).to(tl.int64)[:, None]
+        y_mn = y_mn.to(tl.float32) + tl.load(bias + expert * bias_e + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    route = tl.load(order + m, mask=live, other=0)[:, None]
+    tl.store(out + route * WIDTH + n[None, :], y_mn.to(out.dtype.element_ty), mask=mask)
+
+
+def placed(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor | None) -> Tensor:
+    """(M, D) rows of sorted routes, back in the order of the routes, with the bias of their experts, if any."""
+    assert y_MD.is_contiguous() and (bias is None or bias.stride(1) == 1)
+    rows, width = y_MD.shape
+    out, block_n = torch.empty_like(y_MD), min(1024, triton.next_power_of_2(width))
+    _place_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, block_n))](
+        y_MD, y_MD if bias is None else bias, experts_M, order_M, out, rows, 0 if bias is None else bias.stride(0),
+        WIDTH=width, BIAS=bias is not None, BLOCK_M=_ROWS, BLOCK_N=block_n, num_warps=4, **CHAIN,
+    )  # fmt: skip
+    return out
