@@ -177,5 +177,4 @@ def test_the_report_gives_state_a_slot_and_pages_a_token():
     a_slot = kinds.count("linear") * (conv + rule)
     a_token = kinds.count("full") * 2 * dims.kv_heads * dims.head_dim * 4
     assert f"recurrent state, gdn: {kinds.count('linear')} layers, 3 slots, {a_slot / 1024:.2f} KiB a slot" in report
-    assert "delta rule: long prompts plain, short ones and decode plain" in report
     assert f"pages, all tokens, full: {kinds.count('full')} layers" in report and f", {a_token} B a token" in report

@@ -10,8 +10,6 @@ n chunks of a step.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -120,63 +118,14 @@ def _delta_rule_cuda(
     starts_R: Tensor,
     state_R: Tensor,
 ) -> Tensor:
-    """Triton kernels; see `prefill_backend` for long prompts."""
     from flexgen.runtime.kernels.delta_rule import delta_prefill, delta_step  # Triton is there where CUDA is
 
     inputs = (q_THk, k_THk, v_TVv, g_TV, beta_TV, state)
-    if v_TVv.shape[0] == state_R.shape[0]:
-        return delta_step(*inputs, state_R)
-    long = v_TVv.shape[0] > _CAPTURED_TOKENS and prefill_backend(v_TVv.device, v_TVv.dtype) == FLA
-    return (flash_linear_attention if long else delta_prefill)(*inputs, starts_R, state_R)
+    decode = v_TVv.shape[0] == state_R.shape[0]
+    return delta_step(*inputs, state_R) if decode else delta_prefill(*inputs, starts_R, state_R)
 
 
 operator("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
-
-
-FLA = "flash-linear-attention"
-
-_CAPTURED_TOKENS = 1024
-"""flash-linear-attention makes the host wait, to count chunks, which steps that graphs may hold must not."""
-
-
-@cache
-def prefill_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """What runs long prompts: the plain form on a host; on CUDA flash-linear-attention if installed (it takes 16 bits
-    only), else Triton, which always runs short ones.
-    """
-    if device.type != "cuda":
-        return "plain"
-    return FLA if dtype != torch.float32 and find_spec("fla") is not None else "Triton"
-
-
-def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """The choice, for reports."""
-    decode = "Triton" if device.type == "cuda" else "plain"
-    return f"long prompts {prefill_backend(device, dtype)}, short ones and decode {decode}"
-
-
-def flash_linear_attention(
-    q_THk: Tensor,
-    k_THk: Tensor,
-    v_TVv: Tensor,
-    g_TV: Tensor,
-    beta_TV: Tensor,
-    state: Tensor,
-    starts_R: Tensor,
-    state_R: Tensor,
-) -> Tensor:
-    """What `delta_rule` promises, by the kernels of the `fla` extra (https://github.com/fla-org/flash-linear-attention)."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    o_1TVv, last_RVkv = chunk_gated_delta_rule(
-        *(x[None] for x in (q_THk, k_THk, v_TVv, g_TV, beta_TV)),
-        initial_state=state[state_R].float(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=starts_R.long(),
-    )
-    state[state_R] = last_RVkv.to(state.dtype)
-    return o_1TVv[0]
 
 
 def _unit_heads(q_THk: Tensor, k_THk: Tensor, value_heads: int) -> tuple[Tensor, Tensor]:

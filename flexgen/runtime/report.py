@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flexgen.runtime.engine import Engine
-from flexgen.runtime.recurrent import describe
 
 
 def memory_report(engine: Engine) -> str:
@@ -27,8 +26,6 @@ def memory_report(engine: Engine) -> str:
             f"recurrent state, {entry}: {layers} layers, {cache.slots} slots, {_size(slot)} a slot, "
             f"{_size(slot * (cache.slots + 1))}"
         )
-    if cache.states:
-        lines.append(f"delta rule: {describe(cache.device, cache.dtype)}")
     if cache.routed is not None:
         lines.append(f"routed experts: {len(cache.routed)} routers, {_size(cache.routed.nbytes)}")
     caching = "on" if engine.prefix_caching else "off"

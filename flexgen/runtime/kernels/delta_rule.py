@@ -261,7 +261,8 @@ class Launch:
         if q_THk.dtype == torch.bfloat16 and key <= 128 and rows * heads * triton.cdiv(value, 64) >= processors(device):
             return Launch(64, 64)
         loaded = 64 * (2 * key * size + 2 * 64 * 2 + 32 * size)
-        return Launch(64, 32, stages=2 if 2 * loaded + 2**15 <= shared_memory(device) else 1)
+        fits = 2 * loaded + 2**15 <= shared_memory(device)
+        return Launch(64, 32, stages=2) if fits else Launch(16, 64)
 
 
 def delta_prefill(
