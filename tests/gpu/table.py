@@ -1,7 +1,7 @@
 """Run every GPU test in one go and print a table: `python -m tests.gpu.table [--jobs N] [arguments of pytest]`.
 
 A spec's tests share an engine, which takes half a minute to compile: each spec, and each precision test, is a process of its
-own, and N run at once (a quarter of the processors, unless told). A test that fails is printed when it does.
+own, and N run at once (a quarter of the processors, unless told). What a process found is printed when it ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,11 +58,16 @@ def groups(names):
         file, _, test = name.partition("::")
         named = known.search(test.partition("[")[2])
         found[named[0] if named else file].append(name)
-    return list(found.values())
+    return found
 
 
-def run(names):
-    """One process for these tests: what Recorder wrote, and a line for each test that it never came to."""
+def counted(outcomes):
+    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes).items())
+
+
+def run(group):
+    """One process for a group's tests: what Recorder wrote, and a line for each test that it never came to."""
+    (label, names), started = group, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outcomes"
         command = [sys.executable, "-m", "tests.gpu.table", "--record", str(path), *names]
@@ -72,6 +78,7 @@ def run(names):
     for name, outcome, why in rows:
         if outcome == "failed":
             print(f"{name}: {why}", flush=True)
+    print(f"{label}: {counted(outcome for _, outcome, _ in rows)} in {time.perf_counter() - started:.0f} s", flush=True)
     return rows
 
 
@@ -87,12 +94,12 @@ def main(arguments):
     if code:
         return code
     with ThreadPoolExecutor(jobs) as pool:
-        rows = [row for of_group in pool.map(run, groups(collected.names)) for row in of_group]
-    outcomes = defaultdict(Counter)
+        rows = [row for of_group in pool.map(run, groups(collected.names).items()) for row in of_group]
+    outcomes = defaultdict(list)
     for name, outcome, _ in rows:
-        outcomes[name.partition("[")[0].removeprefix("tests/gpu/")][outcome] += 1
-    for test, counts in outcomes.items():
-        print(f"{test:90} " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+        outcomes[name.partition("[")[0].removeprefix("tests/gpu/")].append(outcome)
+    for test, found in outcomes.items():
+        print(f"{test:90} {counted(found)}")
     return int(any(outcome == "failed" for _, outcome, _ in rows))
 
 
