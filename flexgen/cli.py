@@ -262,7 +262,7 @@ def explain(
 
 @app.command()
 def verify(
-    spec: Annotated[str, typer.Argument(help="Name of a spec.")],
+    spec: Annotated[str, typer.Argument(help="Name of a spec, or the folder of a generated package.")],
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint instead of the spec's tiny model.")] = None,
     dtype: str = "float32",
     device: str = "cpu",

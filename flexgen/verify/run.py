@@ -65,7 +65,13 @@ def verify(
 
 def _described(folder: Path, manifest: Mapping[str, Any]) -> Spec:
     """The spec that a package was built from. Raises UsageError where it says something else by now."""
-    source = find_specs([manifest["name"]])[0]
+    name = manifest["name"]
+    try:
+        (source,) = find_specs([name])
+    except UsageError:
+        raise UsageError(
+            f"no spec `{name}` to take the tiny model from: run this where {name}.yaml lies, or give --checkpoint DIR"
+        ) from None
     described = load_spec(source)
     if described.digest != manifest["digest"]:
         raise UsageError(f"{folder} was not built from {source} as it is now: run `flexgen build {source}` first")
@@ -78,6 +84,8 @@ def _package(spec: str | Path) -> Path:
         return packages[str(spec)]
     if (Path(spec) / "manifest.json").exists():
         return Path(spec)
+    if Path(spec).is_file():
+        raise UsageError(f"{spec} is a file: give the folder of a package, which `flexgen build` writes from a spec")
     raise UsageError(f"no generated package `{spec}`: give a folder, or one of {', '.join(packages)}")
 
 

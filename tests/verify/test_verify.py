@@ -123,6 +123,16 @@ def test_errors_name_what_is_wrong():
         verify("lama")
     with pytest.raises(UsageError, match="bfloat16"):
         verify("llama", dtype="bfloat16")
+    with pytest.raises(UsageError, match=r"llama.yaml is a file: give the folder of a package"):
+        verify(root("specs") / "llama.yaml")
+
+
+def test_a_package_whose_spec_is_elsewhere_asks_for_a_checkpoint(tmp_path):
+    folder = shutil.copytree(root("generated") / "llama", tmp_path / "package")
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"name": "elsewhere"}))
+    with pytest.raises(UsageError, match=r"no spec `elsewhere` to take the tiny model from: .* or give --checkpoint DIR"):
+        verify(folder)
 
 
 def test_the_oracle_on_a_host_runs_no_kernels_for_gpus(monkeypatch):
