@@ -305,8 +305,8 @@ def bench(
     from flexgen.bench.page import write_page
     from flexgen.bench.results import load_results
 
-    if page + profile + bool(engine) > 1 or (page and workload):
-        raise UsageError("--page, --profile and --engine exclude each other, and --page takes no --workload")
+    if page + profile + bool(engine or repeats) > 1 or (page and workload):
+        raise UsageError("--page, --profile and --engine or --repeats exclude each other, and --page takes no --workload")
     if page:
         for path in write_page(load_results(out), out.parent.parent):
             print(f"wrote {path}")

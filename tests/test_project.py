@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -21,6 +24,22 @@ from flexgen.verify import reference
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^( *)```(\w+)\n(.*?)^ *```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_what_benchmarks_name_is_there():
+    """They run on a GPU; here each `module.name` of flexgen's that they use is looked up."""
+    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+        tree = ast.parse(script.read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flexgen")]
+        modules = {}
+        for node in imports:
+            for alias in node.names:
+                holder, name = importlib.import_module(node.module), alias.name
+                found = getattr(holder, name) if hasattr(holder, name) else importlib.import_module(f"{node.module}.{name}")
+                modules[alias.asname or name] = found
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and inspect.ismodule(modules.get(node.value.id)):
+                assert hasattr(modules[node.value.id], node.attr), f"{script.name}:{node.lineno}: {node.value.id}.{node.attr}"
 
 
 def blocks(language: str) -> list[str]:

@@ -82,8 +82,10 @@ def test_experts_that_change_with_the_number_of_tokens_take_no_more_variants(spe
     expected = answers(engine(folder, **sizes), prompts)
     assert used == {"few", "many"}
     llm, taken = compiled(folder, **sizes)
+    used.clear()
     assert taken <= 2 * len(set(llm.model.dims.kinds))
     assert sum(map(len, prompts)) > moe.ROUTED_TOKENS and answers(llm, prompts) == expected
+    assert used == {"few", "many"}
     assert answers(llm, prompts[:3]) == expected[:3] and answers(llm, prompts[1:2]) == expected[1:2]
     assert graphs() == taken
 
@@ -96,6 +98,17 @@ def test_twice_the_layers_take_no_more_compilations(spec, tmp_path):
     assert len(long.model.layers) == 2 * len(short.model.layers)
     assert set(long.model.dims.kinds) == set(short.model.dims.kinds)
     assert taken_by_long == taken
+
+
+@pytest.mark.parametrize("most_tokens", [1, 2, 7, 200, 256, 257, 258, 300, 8192])
+@pytest.mark.parametrize("max_model_len", [2, 48, 4096])
+def test_prompts_that_are_rehearsed_fit_and_reach_both_kinds_of_experts(most_tokens, max_model_len):
+    made = engine(saved("qwen3_moe")[1]).llm_engine.runner
+    made.most_tokens, made.max_model_len = most_tokens, max_model_len
+    sizes = [rows * tokens + 1 for rows, tokens in made._prompts()]
+    assert all(tokens <= max(max_model_len, runner._SHORT_PROMPT) for _, tokens in made._prompts())
+    assert max(sizes, default=0) <= most_tokens
+    assert max(sizes, default=0) > moe.ROUTED_TOKENS or most_tokens <= moe.ROUTED_TOKENS + runner._LONG_PROMPT
 
 
 def test_a_layer_with_more_variants_than_it_may_have_raises(monkeypatch):

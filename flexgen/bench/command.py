@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flexgen.bench.engines import Flexgen, engine_named
+from flexgen.bench.engines import Flexgen, Transformers, engine_named
 from flexgen.bench.peers import VLLM
 from flexgen.bench.profile import profile
 from flexgen.bench.results import Result, device_name, file_name, labelled, spare_other_devices
 from flexgen.bench.run import measure
-from flexgen.bench.shapes import SHAPES, shape
+from flexgen.bench.shapes import LOADING, SHAPES, shape
 from flexgen.bench.workloads import BATCHES, DECODE, WORKLOADS, Workload
 
 _SHOWN_KERNELS = 25
@@ -33,25 +33,24 @@ def run_bench(
 ) -> None:
     """Measure every combination, save each figure when it is there, print them as a table."""
     plan = _plan(workloads or list(WORKLOADS), batches, repeats)
-    engines, known = [engine_named(name).name for name in engines or ["flexgen"]], _known(models, layers)
+    measured = _pairs(models, engines, layers)
     spare_other_devices(
         (
             out / file_name(engine, labelled(model, layers), workload.name, batch)
-            for model in known for engine in engines for workload, batch in plan
+            for model, engine in measured for workload, batch in plan
         ),
         device_name(),
     )  # fmt: skip
-    for model in known:
-        for engine in engines:
-            most = max(batch for _, batch in plan)
-            options = {"max_num_seqs": most} if engine == "flexgen" else {}
-            table = _table(f"{model}, {engine}", "workload", "batch", "tok/s", "bound", "vLLM", "experts", "peak GiB")
-            result = None
-            for result in measure(engine, model, plan, layers, **options):
-                result.save(out)
-                table.add_row(*_cells(result))
-            console.print(table)
-            console.print(_startup(result))
+    for model, engine in measured:
+        most = max(batch for _, batch in plan)
+        options = {"max_num_seqs": most} if engine == "flexgen" else {}
+        table = _table(f"{model}, {engine}", "workload", "batch", "tok/s", "bound", "vLLM", "experts", "peak GiB")
+        result = None
+        for result in measure(engine, model, plan, layers, **options):
+            result.save(out)
+            table.add_row(*_cells(result))
+        console.print(table)
+        console.print(_startup(result))
 
 
 def run_profile(
@@ -70,7 +69,7 @@ def run_profile(
         raise ValueError("--profile shows which kernels take a step on a CUDA device, and this machine has none")
     out.mkdir(parents=True, exist_ok=True)
     for model in known:
-        running = Flexgen(model, layers, lazy_capture=True)
+        running = Flexgen(model, layers, lazy_capture=True, max_num_seqs=max(256, *(batch for _, batch in plan)))
         for workload, batch in plan:
             for phase in profile(running, workload, batch, out / f"trace-{model}-{workload.name}-{batch}"):
                 title = f"{model}, {workload.name} of batch {batch}, {phase.name}: {phase.steps} steps of {phase.microseconds:.0f} us"
@@ -87,6 +86,15 @@ def run_profile(
 def _startup(measured: Result | Flexgen) -> str:
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in measured.startup_seconds.items())
     return f"start-up: {phases}; without a graph: {', '.join(measured.uncaptured) or 'nothing'}"
+
+
+def _pairs(models: Sequence[str] | None, engines: Sequence[str] | None, layers: int | None) -> list[tuple[str, str]]:
+    """(model, engine) of what is to be measured. Raises ValueError for a model that is a way to load of flexgen alone."""
+    names, known = [engine_named(name).name for name in engines or ["flexgen"]], _known(models, layers)
+    alone = [model for model in models or () if model in LOADING]
+    if alone and Transformers.name in names:
+        raise ValueError(f"transformers cannot load {alone[0]}: leave out --engine transformers, or this model")
+    return [(model, name) for model in known for name in names if name == Flexgen.name or model not in LOADING]
 
 
 def _known(models: Sequence[str] | None, layers: int | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +104,7 @@ class LLM:
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         try:
-            with _Progress(groups, use_tqdm) as progress, _old_objects_kept():
+            with _Progress(groups, use_tqdm) as progress, _few_collections():
                 while any(not group.finished for group in groups):
                     self.llm_engine.step()
                     progress.update()
@@ -293,17 +294,36 @@ def _max_model_len(model: Any, wanted: int | None) -> int:
     return longest if wanted is None else wanted
 
 
-@contextmanager
-def _old_objects_kept() -> Iterator[None]:
-    """Meanwhile the garbage collector leaves out what exists already: a search of that takes as long as many steps."""
-    if gc.get_freeze_count():  # somebody else has asked it to
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+class _FewCollections:
+    """Meanwhile the garbage collector leaves old objects alone: a search of all of them takes as long as many steps.
+
+    Several threads may be inside at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._old = threading.Lock(), 0, 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._change(1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            before, self._inside = self._inside, self._inside + by
+            *young, old = gc.get_threshold()
+            if not before:
+                self._old = old
+                gc.set_threshold(*young, _NEVER)
+            elif not self._inside and old == _NEVER:  # nobody else has set it since
+                gc.set_threshold(*young, self._old)
+
+
+_NEVER = 2**31 - 1
+_few_collections = _FewCollections()
 
 
 class _Progress:

@@ -208,8 +208,8 @@ class Model:
 def _device(wanted: str | torch.device | None) -> torch.device:
     """The device asked for; a CUDA one if there is any, else the host, where none is."""
     try:
-        return torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
+        return torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {wanted!r}, which torch does not know: {str(error).splitlines()[0]}") from None
 
 

@@ -206,7 +206,7 @@ def _placed_cuda(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor 
 
 
 def each(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """An expert at a time, for any dtype and stride. Waits for the device."""
+    """An expert at a time, for any dtype and stride, where no kernel serves. Waits for the device."""
     out_TKD = x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]))
     for expert in experts_TK.unique().tolist():
         token, choice = torch.where(experts_TK == expert)
@@ -283,7 +283,7 @@ def _experts_loop(
     limit: float | None,
     up_offset: float,
 ) -> Tensor:
-    """An expert at a time, in the order and with the casts of transformers' eager loop: ascending, sums in x's dtype."""
+    """The reference: experts ascend and sums are in x's dtype, as in transformers' eager loop. Weighted, unlike `each`."""
     weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
     gate = Gate(act, alpha, limit, up_offset)
     y_TD = torch.zeros_like(x_TD)

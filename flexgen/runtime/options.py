@@ -96,9 +96,12 @@ def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) 
         middle = (low + high + 1) // 2
         low, high = (middle, high) if taken(middle) <= usable else (low, middle - 1)
     if low < 1:
+        state = state_bytes(model) * (options.max_num_seqs + 1)
+        lower = f" (now {options.max_num_seqs}, whose recurrent state takes {state / 2**30:.2f} GiB)" if state else ""
         raise FlexgenError(
             f"{usable / 2**30:.2f} GiB are left for keys and values and one block of each group takes "
             f"{taken(1) / 2**30:.2f} GiB; raise gpu_memory_utilization={options.gpu_memory_utilization}"
+            + (f" or lower max_num_seqs{lower}" if state else "")
         )
     if groups and low * options.block_size < options.max_model_len:
         log.warning("memory holds %d tokens, less than max_model_len=%d", low * options.block_size, options.max_model_len)

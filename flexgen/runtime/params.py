@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -68,6 +67,10 @@ class LoRARequest:
     lora_tensors: Mapping[str, Tensor] | None = None
 
 
+_LARGEST, _MOST = 3.4e38, 2**31 - 1
+"""What fp32 holds, and the highest count."""
+
+
 @dataclass
 class SamplingParams:
     """How to draw the tokens of a request and when to stop. Every field acts, or raises ValueError with its range."""
@@ -128,10 +131,10 @@ class SamplingParams:
         _integer("n", self.n, 1, 16384)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
-        _number("temperature", self.temperature, 0, math.inf)
+        _number("repetition_penalty", self.repetition_penalty, 0, _LARGEST, open_low=True)
+        _number("temperature", self.temperature, 0, _LARGEST)
         _number("top_p", self.top_p, 0, 1, open_low=True)
-        _integer("top_k", self.top_k, -1, None, hint="0 or -1 for no limit")
+        _integer("top_k", self.top_k, -1, _MOST, hint="0 or -1 for no limit")
         _number("min_p", self.min_p, 0, 1)
         self._validate_counts()
         self._validate_stops()
@@ -152,7 +155,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None, hint="None for as many as max_model_len allows")
-        _integer("min_tokens", self.min_tokens, 0, None)
+        _integer("min_tokens", self.min_tokens, 0, _MOST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -175,7 +178,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             _token_list("logit_bias", list(self.logit_bias))
             for token, bias in self.logit_bias.items():
-                _number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
+                _number(f"logit_bias[{token}]", bias, -_LARGEST, _LARGEST)
         for name in ("bad_words", "logits_processors"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
@@ -215,10 +218,8 @@ def _integer(name: str, value: object, low: int, high: int | None, hint: str = "
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        bracket = "(" if open_low or low == -math.inf else "["
-        closing = ")" if high == math.inf else "]"
-        raise ValueError(f"{name}={value} is out of range: it must be in {bracket}{low}, {high}{closing}")
+    if not low <= value <= high or (open_low and value == low):
+        raise ValueError(f"{name}={value} is out of range: it must be in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
 def _token_list(name: str, values: Iterable[object] | None) -> None:

@@ -2,7 +2,7 @@
 
 A layer function sees tensors, numbers and plain attributes, never its index, so all layers of a kind share one piece of
 compiled code. Sizes that change from step to step (tokens, rows, blocks of a table) are symbols in it; a step of one token
-is a variant of its own. More variants are a defect and raise.
+is a variant of its own. More than VARIANTS are a defect and raise.
 """
 
 from __future__ import annotations

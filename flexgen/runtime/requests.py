@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """State of one answer. All of it survives preemption except `slot`, `pages`, `trimmed` and `computed`.
+    """State of one answer. All of it survives preemption except `slot`, `pages`, `trimmed`, `computed` and `registered`.
 
     stop_ids    every id that ends a text, which min_tokens keeps from being drawn
     banned_tokens  bad words of one token

@@ -150,7 +150,7 @@ class Runner:
         prompts = self._prompts() if sizes else ()
         rehearsal = copy(self), sizes, CAPTURED, prompts, torch.is_inference_mode_enabled()
         if self.device.type == "cuda":
-            prepare()  # where kernels are cached
+            prepare()  # it also says where kernels are cached, before the first is
         with ThreadPoolExecutor(1) as other:
             kernels = other.submit(rehearse, *rehearsal)
             compile_layers(self.model)
@@ -162,10 +162,13 @@ class Runner:
         self._reset_pads()
 
     def _prompts(self) -> list[tuple[int, int]]:
-        """(rows, tokens of each) of steps with prompts that between them launch every kernel that such steps do."""
-        long = min(_LONG_PROMPT, self.max_model_len)
-        steps = [(shape.rows - 1, _SHORT_PROMPT) for shape in self._shapes()] + [(1, long), (4, long)]
-        return [(rows, tokens) for rows, tokens in steps if rows * tokens < self.most_tokens]
+        """(rows, tokens of each) of steps with prompts, short ones and long, few and many: each kind has kernels of its own."""
+        room = self.most_tokens - 1  # a padding token comes last
+        long = min(_LONG_PROMPT, self.max_model_len, room)
+        if not long:
+            return []
+        many = min(ROUTED_TOKENS // long + 1, room // long)  # beyond ROUTED_TOKENS experts take other kernels
+        return [*((shape.rows - 1, _SHORT_PROMPT) for shape in self._shapes()), (1, long), (many, long)]
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int], at_start: bool) -> None:

@@ -23,7 +23,7 @@ def without_storage(name, layers=None):
     config = normalise(config, package.manifest["text_config"])
     model = Model(package, package.walker.Dims.from_config(config, ()), config, torch.bfloat16, torch.device("meta"))
     if "mamba_ssm_cache_dtype" in LOADING.get(name, {}):
-        model.set_state_dtype(torch.bfloat16)
+        model.set_state_dtype(getattr(torch, LOADING[name]["mamba_ssm_cache_dtype"]))
     return model
 
 

@@ -84,6 +84,8 @@ def test_transformers_is_measured_beside(monkeypatch, capsys, tmp_path):
         (["small", "nope"], 3, "no model 'nope'"),
         (["small", "--workload", "nope"], 3, "no workload 'nope'; there are decode, rollout"),
         (["small", "--engine", "flexgen", "--engine", "nope"], 3, "no engine 'nope' to measure; there are flexgen, tran"),
+        (["qwen3.6-35b-a3b-bf16-state", "--engine", "transformers"], 3, "transformers cannot load qwen3.6-35b-a3b-bf16-state"),
+        (["small", "--profile", "--repeats", "2"], 2, "exclude each other"),
         (["small", "--batch", "0"], 3, "batch 0 is out of range: it must be at least 1"),
         (["small", "--batch", "4", "--workload", "rollout"], 3, "--batch is of decode alone"),
         (["small", "--layers", "4"], 3, "layers=4 is out of range: small has 1 to 3"),

@@ -2,11 +2,14 @@
 
 import gc
 import random
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from flexgen.runtime import llm as llm_module
 from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.outputs import RequestOutput
@@ -262,12 +265,12 @@ def test_parts_of_a_message_are_its_text(talker):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_garbage_collector_searches_again_what_generate_kept_from_it(talker, monkeypatch, fails):
+def test_the_garbage_collector_searches_old_objects_again_after_generate(talker, monkeypatch, fails):
     llm, toy = talker
-    kept, forward = [], toy.forward
+    before, seen, forward = gc.get_threshold(), [], toy.forward
 
     def watched(ids_T, step):
-        kept.append(gc.get_freeze_count())
+        seen.append(gc.get_threshold())
         if fails:
             raise RuntimeError("no memory")
         return forward(ids_T, step)
@@ -278,16 +281,33 @@ def test_a_garbage_collector_searches_again_what_generate_kept_from_it(talker, m
             llm.generate("the fox", GREEDY, use_tqdm=False)
     else:
         llm.generate("the fox", GREEDY, use_tqdm=False)
-    assert min(kept) > 1000 and gc.get_freeze_count() == 0
+    assert {(*young, old > 10**9) for *young, old in seen} == {(*before[:2], True)} and gc.get_threshold() == before
 
 
-def test_a_caller_who_froze_the_garbage_collector_finds_it_frozen(talker):
-    gc.freeze()
-    try:
+def test_garbage_of_a_loop_of_generate_is_collected(talker):
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+    alive = []
+    for _ in range(60):
+        alive.append(weakref.ref(Cycle()))
         talker[0].generate("the fox", GREEDY, use_tqdm=False)
-        assert gc.get_freeze_count() > 1000
-    finally:
-        gc.unfreeze()
+        _ = [[] for _ in range(20_000)]
+    assert sum(ref() is not None for ref in alive) < 30
+
+
+def test_threads_inside_generate_leave_the_thresholds_as_they_were():
+    before, barrier = gc.get_threshold(), threading.Barrier(3)
+
+    def inside(_):
+        with llm_module._few_collections():
+            barrier.wait()
+            return gc.get_threshold()[2]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(inside, range(3))) == {llm_module._NEVER}
+    assert gc.get_threshold() == before
 
 
 def test_parameters_of_many_prompts_are_copied_when_they_are_given():
