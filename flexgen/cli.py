@@ -305,10 +305,12 @@ def bench(
     from flexgen.bench.page import write_page
     from flexgen.bench.results import load_results
 
-    if page + profile + bool(engine or repeats) > 1 or (page and workload):
-        raise UsageError("--page, --profile and --engine or --repeats exclude each other, and --page takes no --workload")
+    if page + profile + bool(engine or repeats) > 1 or (page and (models or workload or batch or layers)):
+        raise UsageError("--page, --profile and --engine or --repeats exclude each other, and --page takes but --out")
     if page:
-        for path in write_page(load_results(out), out.parent.parent):
+        if not (results := load_results(out)):
+            raise UsageError(f"{out} holds no figures to make a page of: measure some, or give their folder as --out")
+        for path in write_page(results, out.parent.parent):
             print(f"wrote {path}")
     elif profile:
         run_profile(Console(), models, workload, batch, layers, out)

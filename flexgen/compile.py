@@ -61,14 +61,19 @@ def check(path: Path) -> Checked:
 
 
 def named(checked: Iterable[Checked]) -> dict[str, tuple[Path, Architecture]]:
-    """Architectures by name, each with its spec's file. Raises UsageError where two specs have one name."""
+    """Architectures by name, each with its spec's file.
+
+    Raises UsageError where two specs have one name, or a spec has that of another file in its folder.
+    """
     found: dict[str, tuple[Path, Architecture]] = {}
     for item in checked:
         if item.architecture is None:
             continue
         name = item.architecture.name
-        if name in found:
-            both = f"{shown(found[name][0])} and {shown(item.path)}"
+        owner = item.path.with_name(f"{name}.yaml")
+        other = found[name][0] if name in found else owner
+        if name in found or (owner.is_file() and not owner.samefile(item.path)):
+            both = f"{shown(other)} and {shown(item.path)}"
             raise UsageError(f"{both} are both called `{name}`, and would make one package: rename one of them")
         found[name] = item.path, item.architecture
     return found

@@ -117,6 +117,14 @@ def test_a_mistake_of_shape_hides_no_unknown_name(run, tmp_path):
         assert printed.count(message) == 1
 
 
+def test_a_spec_with_the_name_of_its_neighbour_makes_no_package(run, tmp_path):
+    for file in ("llama.yaml", "mine.yaml"):
+        (tmp_path / file).write_text(LLAMA, "utf-8")
+    code, printed = run("build", tmp_path / "mine.yaml", "--out", tmp_path / "out")
+    assert code == 2 and "llama.yaml and" in printed and "are both called `llama`" in printed
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_specs_of_one_name_make_no_package(run, tmp_path, monkeypatch):
     copy = tmp_path / "my copy.yaml"
     copy.write_text(LLAMA, "utf-8")

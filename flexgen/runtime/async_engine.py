@@ -53,12 +53,12 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None,
         request_id: str,
         lora_request: LoRARequest | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the answer as it grows (by `sampling_params.output_kind`); a caller that stops listening aborts it.
+        """Yield the answer as it grows (by the parameters' `output_kind`); a caller that stops listening aborts it.
 
         Raises ValueError for a prompt, parameter or request_id that cannot be served.
         """
@@ -66,7 +66,8 @@ class AsyncEngine:
             raise NotImplementedError("lora_request is not supported yet")
         loop = asyncio.get_running_loop()
         text, ids = parse_prompt(prompt, self._engine.tokens)
-        stream = await self._on_thread(lambda: self._add(request_id, ids, sampling_params, text, timeout, loop))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        stream = await self._on_thread(lambda: self._add(request_id, ids, params, text, timeout, loop))
         try:
             while True:
                 output = await stream.get()

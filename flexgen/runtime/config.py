@@ -22,6 +22,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The raw config.json of a checkpoint directory. Raises ConfigError where there is none or it is no JSON object."""
     path = directory / "config.json"
     if not path.is_file():
+        if path.parent.is_file():
+            raise ConfigError(f"{path.parent} is a file: give its directory")
         raise ConfigError(
             f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
             "and nothing is downloaded"
@@ -245,6 +247,11 @@ class Config:
     def finish(self) -> None:
         """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore."""
         unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path)]
+        if quantised := [path for path in unread if path.startswith("quantization_config.")]:
+            raise ConfigError(
+                f"this checkpoint is quantised (config.json has {', '.join(quantised)}), in a way that this spec does not "
+                "describe: write it in 16 or 32 bits first, with transformers' dequantize() and save_pretrained()"
+            )
         if unread:
             raise ConfigError(
                 f"config.json has fields that this spec does not read: {', '.join(unread)}. If they do not change the forward "
@@ -264,7 +271,7 @@ def _shown(value: Any) -> str:
 
 def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"ignore_config is {names!r}, and must be a list of names: [{names!r}]")
     leaves = [path for path, _ in _leaves(config)]
     for name in names:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import repeat
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -126,10 +127,10 @@ class Engine:
         """`add` with parameters that `check_params` returned, which many prompts may share."""
         ids = self._check_prompt(prompt_ids)
         limit = self._check_fits(ids, params)
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout} is out of range: it must be more than 0 seconds, or None")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout > 0):
+            raise ValueError(f"timeout={timeout!r} is out of range: it must be more than 0 seconds, or None")
         deadline = None if timeout is None else time.monotonic() + timeout
-        base = self._seeds.getrandbits(63) if params.seed in (None, -1) else params.seed
+        base = self._seeds.getrandbits(63) if params.seed in (None, -1) else int(params.seed)
         requests = [self._request(ids, params, base + child, limit, deadline) for child in range(params.n)]
         group = RequestGroup(request_id, prompt, ids, params, requests)
         for request in requests:

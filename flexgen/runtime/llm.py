@@ -277,6 +277,8 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
 
 def _load(model: Any, loading: Mapping[str, Any]) -> Any:
     if not isinstance(model, str | os.PathLike):
+        if not hasattr(model, "dims"):
+            raise TypeError(f"model is the directory of a checkpoint, or a loaded Model; got {model!r}")
         if loading:
             raise ValueError(f"{', '.join(loading)} say how to load a model, and this one is loaded already")
         return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,11 @@ class Model:
         self.head_dtype: torch.dtype | None = None
         self.state: dict[str, State] = package.walker.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
+        routes = package.walker.routes(dims)
         self._check_state()
+        self._check_sizes(routes)
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
-        routes = package.walker.routes(dims)
         self.routed: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
         for layer, names in zip(self.layers, self.routed, strict=True):
             layer.__dict__.update(dict.fromkeys(names))
@@ -82,7 +83,7 @@ class Model:
         started = time.perf_counter()
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
-        directory = Path(path)
+        directory = Path(path).expanduser()
         raw = read_config(directory)
         package = load_package(choose(raw, spec, generated))
         config = normalise(raw, package.manifest["text_config"])
@@ -98,7 +99,7 @@ class Model:
         else:
             model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP))
         if head_dtype is not None:
-            model.set_head_dtype(_dtype(head_dtype, config, raw))
+            model.set_head_dtype(_dtype(head_dtype, config, raw, "head_dtype"))
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         model.load_seconds = time.perf_counter() - started
@@ -167,6 +168,20 @@ class Model:
                     )
             earlier.update(mixers)
 
+    def _check_sizes(self, routes: Mapping[str, Mapping[str, int]]) -> None:
+        for kind in ("model", *dict.fromkeys(self.dims.kinds)):
+            for weight in self.table(kind):
+                if weight.present and min(weight.shape) < 1:
+                    shape = " x ".join(map(str, weight.shape))
+                    raise ConfigError(f"{weight.role} would be {shape} by config.json, and no size may be less than 1")
+            counts = [weight.shape[0] for weight in self.table(kind) if weight.present and weight.layouts]
+            for chosen in routes.get(kind, {}).values():
+                if not 1 <= chosen <= min(counts):
+                    raise ConfigError(
+                        f"{kind} layers send each token to {chosen} of {min(counts)} experts by config.json, and must send "
+                        "it to at least 1 and at most all"
+                    )
+
     # ------------------------------------------------------------ running
 
     def make_rope_tables(self, length: int) -> None:
@@ -208,9 +223,13 @@ class Model:
 def _device(wanted: str | torch.device | None) -> torch.device:
     """The device asked for; a CUDA one if there is any, else the host, where none is."""
     try:
-        return torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {wanted!r}, which torch does not know: {str(error).splitlines()[0]}") from None
+        device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch without CUDA
+        raise ValueError(f"device is {wanted!r}, which torch cannot use here: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {wanted!r}, and must be cpu or cuda")
+    return device
 
 
 def _dtype(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -55,10 +56,17 @@ class EngineOptions:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: a "
                 "step must have room for one token of each running request"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} is out of range: it must be in (0, 1]")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share!r} is out of range: it must be in (0, 1]")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}")
+        for name in ("enforce_eager", "lazy_capture", "enable_return_routed_experts", "enable_prefix_caching"):
+            optional = name == "enable_prefix_caching"
+            if not isinstance(value := getattr(self, name), bool) and not (optional and value is None):
+                raise ValueError(f"{name} must be True or False{' or None' if optional else ''}, got {value!r}")
+        if not isinstance(self.cudagraph_capture_sizes, Sequence | None):
+            raise ValueError(f"cudagraph_capture_sizes must be a list of sizes, got {self.cudagraph_capture_sizes!r}")
         for size in self.cudagraph_capture_sizes or ():
             _at_least("cudagraph_capture_sizes", size, 1)
             if size > self.max_num_seqs:

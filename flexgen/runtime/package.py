@@ -117,7 +117,10 @@ def load_package(folder: Path) -> Package:
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]
         sys.modules[name] = package
-    walker, attention, merge = (importlib.import_module(f"{name}.{part}") for part in ("walker", "attention", "merge"))
+    try:
+        walker, attention, merge = (importlib.import_module(f"{name}.{part}") for part in ("walker", "attention", "merge"))
+    except SyntaxError as error:
+        raise PackageError(f"{error.filename}:{error.lineno}: {error.msg}; mend it, or run `flexgen build`") from None
     if walker.ABI != ABI:
         raise PackageError(f"{folder}/walker.py has ABI {walker.ABI}, and this runtime has {ABI}: run `flexgen build`")
     return Package(folder, manifest, walker, attention, merge)

@@ -145,7 +145,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _instance("output_kind", self.output_kind, RequestOutputKind)
-        if self.return_routed_experts not in (None, True, False):
+        if self.return_routed_experts is not None and not isinstance(self.return_routed_experts, bool):
             raise ValueError(f"return_routed_experts must be True, False or None, got {self.return_routed_experts!r}")
         if self.structured_outputs is not None:
             _instance("structured_outputs", self.structured_outputs, StructuredOutputsParams)
@@ -176,11 +176,12 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise ValueError("allowed_token_ids=[] allows no token at all; leave it None to allow all")
         if self.logit_bias is not None:
+            _instance("logit_bias", self.logit_bias, Mapping)
             _token_list("logit_bias", list(self.logit_bias))
             for token, bias in self.logit_bias.items():
                 _number(f"logit_bias[{token}]", bias, -_LARGEST, _LARGEST)
         for name in ("bad_words", "logits_processors"):
-            if isinstance(getattr(self, name), str):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence | None):
                 raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
         if not all(_is_text(word) for word in self.bad_words or ()):
             raise ValueError(f"bad_words must be non-empty strings, got {self.bad_words!r}")
@@ -223,6 +224,8 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
 
 
 def _token_list(name: str, values: Iterable[object] | None) -> None:
-    for value in values or ():
+    if values is not None and (isinstance(values, str) or not isinstance(values, Iterable)):
+        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
+    for value in () if values is None else values:
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise ValueError(f"{name} must be token ids (ints from 0), got {value!r}")

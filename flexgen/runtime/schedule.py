@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from flexgen.runtime.errors import ConfigError
 
+_MOST_LAYERS = 10_000
+
 Target = str | Mapping[str, str]
 """A kind, or what earlier rules chose to what it becomes."""
 
@@ -91,6 +93,8 @@ def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = Tr
 
 def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:
     """The kind of each layer. Raises ConfigError naming a layer that no rule reached."""
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"config.json gives the model {layers} layers, and {_MOST_LAYERS} is the most")
     kinds: list[str] = []
     for index in range(layers):
         kind: str | None = None

@@ -101,9 +101,10 @@ def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ids(value: int | Sequence[int] | None) -> Sequence[int]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else value
+    ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(f"eos_token_id is {value!r}, and must be a token id or a list of them")
+    return ids
 
 
 def _largest_id(tokenizer: Any) -> int:
@@ -114,6 +115,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} holds a {type(fields).__name__}, not an object")
+    return fields

@@ -93,6 +93,8 @@ def test_transformers_is_measured_beside(monkeypatch, capsys, tmp_path):
         (["small", "--profile", "--page"], 2, "exclude each other"),
         (["small", "--profile", "--engine", "flexgen"], 2, "exclude each other"),
         (["--page", "--workload", "decode"], 2, "exclude each other"),
+        (["--page", "small"], 2, "--page takes but --out"),
+        (["--page"], 2, "holds no figures to make a page of"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(arguments, code, message, monkeypatch, capsys, tmp_path):

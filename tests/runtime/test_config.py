@@ -8,12 +8,14 @@ import shutil
 from typing import Any
 
 import pytest
+from tiny import dump, tiny_config
 
 from flexgen.assets import root
 from flexgen.runtime import abi
 from flexgen.runtime.config import Config, broken_fence, merged, normalise, read_config
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.ignored import NO_EFFECT
+from flexgen.runtime.model import Model
 from flexgen.runtime.package import PackageError, choose, find_packages, load_package
 from flexgen.spec.load import load_spec
 
@@ -315,6 +317,41 @@ def test_another_abi_names_the_build_command(tmp_path):
         load_package(folder)
     with pytest.raises(ConfigError, match=f"ABI {abi.ABI + 1}"):
         choose(tiny("llama"), generated=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_experts_per_tok": 0}, "send each token to 0 of 8 experts by config.json"),
+        ({"num_experts_per_tok": 9}, "send each token to 9 of 8 experts by config.json"),
+        ({"num_hidden_layers": 10**9}, "gives the model 1000000000 layers, and 10000 is the most"),
+        ({"moe_intermediate_size": 0}, "no size may be less than 1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "this checkpoint is quantised .*write it in 16 or 32 bits first"),
+    ],
+)
+def test_sizes_that_make_no_model_and_quantised_weights_are_refused(fields, message, tmp_path):
+    config = tiny_config("qwen3_moe") | {"num_experts": 8} | fields
+    with pytest.raises(ConfigError, match=message):
+        Model.load(dump(config, tmp_path / "checkpoint"), device="cpu", load_format="dummy")
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta", "cuda:99", 3.5])
+def test_a_device_that_torch_cannot_use_is_named(device, tmp_path):
+    with pytest.raises(ValueError, match=f"device is {device!r}"):
+        Model.load(dump(tiny_config("llama"), tmp_path / "checkpoint"), device=device, load_format="dummy")
+
+
+def test_a_file_in_place_of_a_directory_is_named(tmp_path):
+    folder = dump(tiny_config("llama"), tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match=r"config.json is a file: give its directory"):
+        Model.load(folder / "config.json", device="cpu")
+
+
+def test_a_hand_edit_that_python_cannot_read_is_named(tmp_path):
+    folder = shutil.copytree(root("generated") / "llama", tmp_path / "llama")
+    (folder / "walker.py").write_text("def broken(:\n")
+    with pytest.warns(UserWarning, match="edited by hand"), pytest.raises(PackageError, match=r"walker.py:1: .*run `flexgen build`"):
+        load_package(folder)
 
 
 def test_hand_edits_warn_and_take_effect(tmp_path):

@@ -6,11 +6,12 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
 from flexgen.runtime import llm as llm_module
-from flexgen.runtime.errors import FlexgenError
+from flexgen.runtime.errors import ConfigError, FlexgenError
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.outputs import RequestOutput
 from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
@@ -151,9 +152,14 @@ def test_arguments_act_or_raise_by_name():
     with pytest.raises(ValueError, match=r"max_model_len=999 .* max_position_embeddings=256"):
         LLM(toy, **{**bare, "max_model_len": 999})
     for name, value in [("block_size", 0), ("max_num_seqs", 0), ("gpu_memory_utilization", 1.5), ("seed", "a"),
-                        ("num_gpu_blocks_override", 0), ("logprobs_mode", "raw_logits"), ("max_num_batched_tokens", 1)]:
+                        ("num_gpu_blocks_override", 0), ("logprobs_mode", "raw_logits"), ("max_num_batched_tokens", 1),
+                        ("gpu_memory_utilization", "0.5"), ("enforce_eager", "no"), ("enable_prefix_caching", "yes"),
+                        ("lazy_capture", 1), ("cudagraph_capture_sizes", 4), ("max_model_len", "64")]:
         with pytest.raises(ValueError, match=name):
             LLM(toy, **{**bare, name: value})
+    for model in (None, 3, b"checkpoint", ["checkpoint"]):
+        with pytest.raises(TypeError, match="model is the directory of a checkpoint, or a loaded Model; got"):
+            LLM(model, **bare)
     llm = LLM(toy, **bare)
     with pytest.raises(NotImplementedError, match="lora_request"):
         run_lora = LoRARequest("a", 1, "/nowhere")
@@ -169,8 +175,12 @@ def test_arguments_act_or_raise_by_name():
             llm.generate([[1]], SamplingParams(**params), use_tqdm=False)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         llm.generate("text", GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="timeout=-1"):
-        llm.generate([[1]], GREEDY, use_tqdm=False, timeout=-1)
+    for timeout in (-1, "soon", True):
+        with pytest.raises(ValueError, match=f"timeout={timeout!r} is out of range"):
+            llm.generate([[1]], GREEDY, use_tqdm=False, timeout=timeout)
+    drawn = [SamplingParams(seed=seed, max_tokens=4) for seed in (3, np.int64(3))]
+    first, second = (llm.generate([[1]], params, use_tqdm=False)[0].outputs[0].token_ids for params in drawn)
+    assert first == second
     assert_all_free(llm)
 
 
@@ -181,6 +191,13 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(FlexgenError, match=f"(?s)no tokenizer could be read from {tmp_path}.*skip_tokenizer_init"):
         Tokens.load(tmp_path, tmp_path, {}, 10)
+
+
+@pytest.mark.parametrize("text, message", [("[]", "holds a list, not an object"), ('{"eos_token_id": "x"}', "eos_token_id is 'x'")])
+def test_a_generation_config_of_another_kind_is_named(text, message, tmp_path):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Tokens.load(None, tmp_path, {}, 10)
 
 
 def test_memory_decides_the_pages_but_never_more_than_all_slots_use():
