@@ -137,6 +137,13 @@ def test_python_of_the_readme(model_directory, capsys):
     assert len(capsys.readouterr().out.split()) == 16
 
 
+def test_python_of_the_parameters(model_directory, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parameters.md").read_text(), flags=re.DOTALL)
+    exec(code, {"MODEL_DIR": str(model_directory)})
+    printed = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in printed} == {"a", "b"} and sum(len(line.split()) - 1 for line in printed) == 16
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built from a copy of what git tracks so that no build folder of this checkout leaks in."""
