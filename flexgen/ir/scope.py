@@ -13,6 +13,8 @@ from flexgen.spec.expressions import Expr, ExpressionError, Name, Number, Or, pa
 Want = Literal["int", "float", "bool"]
 REQUIRED = ("vocab", "hidden", "layers")
 """Dims that every spec defines: the embedding's rows, the stream's width, the depth."""
+_OLD_BOOLEANS = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
+"""How YAML 1.1 and other languages write them."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,8 @@ class Scope:
     def _unknown(self, name: Name, path: SpecPath) -> None:
         near = nearest(name.dotted, self.exprs)
         help = f"did you mean `{near}`?" if near else f"define it in `dims`: `{name.dotted}: CONFIG_FIELD`"
+        if name.dotted.lower() in _OLD_BOOLEANS:
+            help = f"write `{_OLD_BOOLEANS[name.dotted.lower()]}`"
         note = (f"`{near}` is defined here", ("dims", near)) if near else None
         span = (name.start, name.end)
         self.problems.add("SPEC012", f"unknown name `{name.dotted}`", path, help=help, within=span, note=note)

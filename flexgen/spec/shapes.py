@@ -112,10 +112,11 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
     shown = _shown(value)
     where = f"item {path[-1]}" if path and isinstance(path[-1], int) else f"`{name}`"
     if kind in ("literal_error", "enum"):
-        choices = [str(choice) for choice in literals_at(path, data)]
-        near = nearest(str(value), choices)
-        listed = ", ".join(f"`{choice}`" for choice in choices)
-        help = f"did you mean `{near}`?" if near else f"one of {listed}"
+        written = {_written(choice): choice for choice in literals_at(path, data)}
+        near = nearest(str(value), list(written))
+        help = f"did you mean `{near}`?" if near else f"one of {', '.join(f'`{choice}`' for choice in written)}"
+        if isinstance(value, str) and not isinstance(written.get(value, ""), str):
+            help = f"write {value} without quotes: in quotes it is text"
         return Diagnostic("SPEC007", f"{where} cannot be {shown}", spec.path, span, help=help, subject=path)
     if kind.startswith("union_tag"):
         forms = ", ".join(f"`{form}`" for form in _tags_at(path, data))
@@ -129,8 +130,15 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
         limit = f"at least {least}" if least is not None else f"at most {context.get('max_length')}"
         unit = "characters" if kind.startswith("string") else "items"
         return Diagnostic("SPEC007", f"{where} needs {limit} {unit}", spec.path, span, subject=path)
-    wanted = _TYPES.get(kind, "another type of value")
-    help = "quote it to make it text" if wanted == "text" and not isinstance(value, dict | list | type(None)) else None
+    wanted, help = _TYPES.get(kind, "another type of value"), None
+    if wanted == "text":
+        annotation = repr(annotation_at(path, spec))
+        if "_source_text" in annotation:
+            wanted = "a number or an expression"
+        elif "max_length=40" in annotation:
+            wanted = "the name of an entry"
+        elif not isinstance(value, dict | list | type(None)):
+            help = "quote it to make it text"
     return Diagnostic("SPEC006", f"{where} needs {wanted}, found {shown}", spec.path, span, help=help, subject=path)
 
 
@@ -141,6 +149,11 @@ def _explain_pattern(path: SpecPath, where: str, value: Any, span: Any, spec: Sp
         return Diagnostic("SPEC020", f"{where} cannot be {_shown(value)}", spec.path, span, help=help, subject=path)
     help = "tensor names are words joined by `.`; `*` stands for an index"
     return Diagnostic("SPEC021", f"{where} cannot be {_shown(value)}", spec.path, span, help=help, subject=path)
+
+
+def _written(choice: Any) -> str:
+    """As YAML has it."""
+    return {True: "true", False: "false", None: "null"}[choice] if choice is None or isinstance(choice, bool) else str(choice)
 
 
 def _shown(value: Any) -> str:
