@@ -110,13 +110,17 @@ def _refuse(checked: list[Checked]) -> None:
 @app.command("check")
 def check_command(specs: Specs = None, format: Format = Format.text) -> None:
     """Validate specs without building them."""
+    from flexgen.new.text import MARK
+
     checked = _checked(specs)
     if format is Format.json:
         print(render_json([d for item in checked for d in item.diagnostics]), end="")
         raise typer.Exit(3 if any(item.diagnostics for item in checked) else 0)
     _refuse(checked)
+    named(checked)
     for item in checked:
-        print(f"ok {item.path.stem}")
+        open_marks = item.path.read_text(encoding="utf-8").count(MARK)
+        print(f"ok {item.path.stem}" + (f"; decisions that are still marked `{MARK}`: {open_marks}" if open_marks else ""))
 
 
 @app.command()

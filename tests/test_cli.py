@@ -117,6 +117,12 @@ def test_a_mistake_of_shape_hides_no_unknown_name(run, tmp_path):
         assert printed.count(message) == 1
 
 
+def test_open_decisions_are_counted(run, tmp_path):
+    spec = tmp_path / "llama.yaml"
+    spec.write_text(LLAMA.replace("norms:", "# TODO decide: norms\nnorms:"), "utf-8")
+    assert run("check", spec) == (0, "ok llama; decisions that are still marked `# TODO decide:`: 1\n")
+
+
 def test_a_spec_with_the_name_of_its_neighbour_makes_no_package(run, tmp_path):
     for file in ("llama.yaml", "mine.yaml"):
         (tmp_path / file).write_text(LLAMA, "utf-8")

@@ -98,9 +98,12 @@ def _footer(model: str, ours: Sequence[Result]) -> list[str]:
     lines = [
         f"{last.device}, " + ", ".join(f"{name} {number}" for name, number in last.versions.items()) + ".",
         f"Start-up: {start}" + (f" (vLLM: {VLLM_STARTUP_SECONDS[model]} s)." if model in VLLM_STARTUP_SECONDS else "."),
-        f"Peak memory {last.peak_bytes / 2**30:.1f} GiB: weights {last.weight_bytes / 2**30:.1f}, keys, values and state "
-        f"{(last.kv_bytes or 0) / 2**30:.1f}, the rest {rest / 2**30:.2f}.",
     ]
+    if last.peak_bytes:  # not known on a host
+        lines.append(
+            f"Peak memory {last.peak_bytes / 2**30:.1f} GiB: weights {last.weight_bytes / 2**30:.1f}, keys, values and state "
+            f"{(last.kv_bytes or 0) / 2**30:.1f}, the rest {rest / 2**30:.2f}."
+        )
     if last.uncaptured:
         lines.append("Without a graph: " + "; ".join(last.uncaptured) + ".")
     return lines

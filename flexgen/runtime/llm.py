@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +273,9 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
                 allowed = " or ".join(repr(each) for each in _NEUTRAL[name])
                 raise NotImplementedError(f"{name}={value!r} is not supported; only {allowed}")
         elif name not in EngineOptions.names():
-            raise TypeError(f"LLM has no argument {name!r}; docs/parameters.md lists those it has")
+            near = get_close_matches(name, [*EngineOptions.names(), *_NEUTRAL], n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise TypeError(f"LLM has no argument {name!r}; {hint}docs/parameters.md lists those it has")
 
 
 def _load(model: Any, loading: Mapping[str, Any]) -> Any:

@@ -78,8 +78,13 @@ class Tokens:
         tokenizer = self.require("chat")
         if not getattr(tokenizer, "chat_template", None) and not template.get("chat_template"):
             raise ValueError("this tokenizer has no chat template; give chat(..., chat_template=TEXT)")
+        from jinja2 import TemplateError  # as transformers imports it, only where a template is rendered
+
         plain = [_plain_message(message) for message in messages]
-        return list(tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False, **template))
+        try:
+            return list(tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False, **template))
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot render these messages: {error}") from error
 
 
 def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:

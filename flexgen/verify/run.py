@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flexgen.compile import UsageError, find_specs
 from flexgen.runtime.abi import Slots
+from flexgen.runtime.checkpoint import CheckpointError
 from flexgen.runtime.model import Model
 from flexgen.runtime.package import find_packages, read_manifest
 from flexgen.spec.load import Spec, load_spec
@@ -59,7 +61,11 @@ def verify(
         reference.save(oracle, directory)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="edited by hand")  # an edited package is worth comparing
-            model = Model.load(directory, dtype=dtype, device=device, generated=folder)
+            try:
+                model = Model.load(directory, dtype=dtype, device=device, generated=folder)
+            except CheckpointError as error:
+                theirs = re.split(r"; if|\. If", str(error))[0].replace(directory, "transformers' own model")
+                raise UsageError(f"{theirs}: a weight of the spec has another name or shape there") from None
     return _compare(name, "its tiny model with random weights", model, oracle)
 
 

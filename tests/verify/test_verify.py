@@ -13,7 +13,9 @@ import torch
 from tiny import tiny_config
 
 from flexgen.assets import root
-from flexgen.compile import UsageError
+from flexgen.compile import UsageError, check
+from flexgen.render.build import write
+from flexgen.render.render import render
 from flexgen.runtime.errors import ConfigError, FlexgenError
 from flexgen.runtime.package import find_packages
 from flexgen.verify import reference, run, verify
@@ -125,6 +127,18 @@ def test_errors_name_what_is_wrong():
         verify("llama", dtype="bfloat16")
     with pytest.raises(UsageError, match=r"llama.yaml is a file: give the folder of a package"):
         verify(root("specs") / "llama.yaml")
+
+
+def test_a_weight_that_transformers_does_not_have_is_named(tmp_path, monkeypatch):
+    text = (root("specs") / "llama.yaml").read_text()
+    spec = tmp_path / "misspelt.yaml"
+    text = text.replace("weight: post_attention_layernorm", "weight: post_attention_layernrm")
+    spec.write_text(text.replace("name: llama", "name: misspelt"))
+    write(tmp_path / "misspelt", render(check(spec).architecture))
+    monkeypatch.chdir(tmp_path)
+    lacks = r"^transformers' own model lacks layers.0.post_attention_layernrm.weight, .*: a weight of the spec has another name"
+    with pytest.raises(UsageError, match=lacks):
+        verify(tmp_path / "misspelt")
 
 
 def test_a_package_whose_spec_is_elsewhere_asks_for_a_checkpoint(tmp_path):
