@@ -41,6 +41,30 @@ def _row_of_block(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, 
 
 
 @triton.jit
+def _queries(starts, rows, block, DECODE: tl.constexpr, BLOCK_Q: tl.constexpr):  # noqa: ANN001, ANN202
+    """Of a query block: its row, the row's first token and number of tokens, and the block's first one among them."""
+    row, start, count, first = block, block, 1, 0
+    if not DECODE:
+        row = _row_of_block(starts, rows, block, BLOCK_Q)
+        start = tl.load(starts + row)
+        count = tl.load(starts + row + 1) - start
+        first = (block - (start // BLOCK_Q + row)) * BLOCK_Q
+    return row, start, count, first
+
+
+@triton.jit
+def _scores(q_mh, k_nh, scale, key, position, live, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # noqa: ANN001, ANN202
+    """Logits to base 2 of each query and key, -inf where the key is not visible."""
+    scores = tl.dot(q_mh, tl.trans(k_nh), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * scores / SOFTCAP) + 1.0))
+    visible = live[None, :] & (key[None, :] <= position[:, None])
+    if WINDOW > 0:
+        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    return tl.where(visible, scores * LOG2E, float("-inf"))
+
+
+@triton.jit
 def _merge(  # noqa: ANN202
     part_out, part_max, part_sum, at, stride, parts, live_m, mask,  # noqa: ANN001
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -75,15 +99,8 @@ def _attend_kernel(  # noqa: ANN202
 ):  # fmt: skip
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     await_previous()
-    row = block
-    start = block
-    count = 1
-    first = 0
+    row, start, count, first = _queries(starts, rows, block, DECODE, BLOCK_Q)
     if not DECODE:
-        row = _row_of_block(starts, rows, block, BLOCK_Q)
-        start = tl.load(starts + row)
-        count = tl.load(starts + row + 1) - start
-        first = (block - (start // BLOCK_Q + row)) * BLOCK_Q
         if first >= count:
             return
     length = tl.load(lengths + row)
@@ -126,13 +143,7 @@ def _attend_kernel(  # noqa: ANN202
         at = page * page_p + (key % PAGE) * page_s + kv_head * page_k
         mask = live[:, None] & (h < WIDTH)[None, :]
         k_nh = tl.load(k_pages + at[:, None] + h[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q_mh, tl.trans(k_nh), input_precision="ieee") * scale
-        if SOFTCAP > 0:
-            scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * scores / SOFTCAP) + 1.0))
-        visible = live[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores * LOG2E, float("-inf"))
+        scores = _scores(q_mh, k_nh, scale, key, position, live, WINDOW, SOFTCAP)
         new_best = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - safe[:, None])
