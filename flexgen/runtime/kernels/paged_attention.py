@@ -100,9 +100,8 @@ def _attend_kernel(  # noqa: ANN202
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     await_previous()
     row, start, count, first = _queries(starts, rows, block, DECODE, BLOCK_Q)
-    if not DECODE:
-        if first >= count:
-            return
+    if first >= count:
+        return
     length = tl.load(lengths + row)
 
     m = tl.arange(0, BLOCK_M)
