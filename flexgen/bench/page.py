@@ -38,8 +38,8 @@ def results_page(results: Sequence[Result]) -> str:
         "values and state at their mean length) over 4.15 TB/s. Prefill, which a whole call includes, is not in it.",
         "- **start-up** depends on the compiler's cache: docs/performance.md has first and later starts.",
         "- **vLLM**: 0.26.0 on the same kind of card and workloads, from an earlier measurement. Its figures for "
-        "gpt-oss-20b are loose upper figures: its dummy weights sent all tokens to the same experts. Of qwen3.6-35b-a3b it kept "
-        "the recurrent state in bf16; here it is fp32 by default, and bf16 where the name says so.",
+        "gpt-oss-20b are loose upper figures: its dummy weights sent all tokens to the same experts. By its rule the recurrent "
+        "state of qwen3.6-35b-a3b was bf16; here it is fp32 by default, and bf16 where the name says so.",
         "",
     ]
     for model in _models(results):

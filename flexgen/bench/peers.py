@@ -1,7 +1,7 @@
 """Figures of vLLM 0.26.0 on the same workloads: one H200, torch 2.11, bf16, its defaults, random weights, measured 2026-11-30.
 
-gpt-oss-20b's are loose upper figures: its dummy weights sent all tokens to the same experts. qwen3.6-35b-a3b kept its state in
-bf16: vLLM takes the dtype from config.json's mamba_ssm_dtype, else the model's own, and the measured config had none.
+gpt-oss-20b's are loose upper figures: its dummy weights sent all tokens to the same experts. By vLLM's rule the state of
+qwen3.6-35b-a3b was bf16: it takes config.json's mamba_ssm_dtype, else the model's dtype, and the measured config had none.
 """
 
 VLLM: dict[str, dict[tuple[str, int], float]] = {
