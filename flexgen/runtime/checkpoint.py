@@ -22,7 +22,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointError(FlexgenError):
-    """A checkpoint that cannot be loaded: which file or tensor, what was expected, what to do."""
+    """A checkpoint that cannot be loaded: which file or tensor, what was expected, what to do.
+
+    what    without what to do about a file of one's own
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what + advice)
+        self.what = what
 
 
 @dataclass
@@ -89,8 +96,9 @@ class Checkpoint:
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise CheckpointError(
-                f"{self.directory} holds tensors that the spec does not read: {', '.join(names[:8])}{more}. If they are not "
-                "part of the forward pass, list them in the spec's `checkpoint.skip`; if they are, config.json does not fit"
+                f"{self.directory} holds tensors that the spec does not read: {', '.join(names[:8])}{more}",
+                ". If they are not part of the forward pass, list them in the spec's `checkpoint.skip`; if they are, config.json "
+                "does not fit",
             )
         return self.report
 
@@ -208,8 +216,8 @@ def _holds(layout: ExpertLayout, layer: int | None, checkpoint: Checkpoint) -> b
 def _need(name: str, shape: Sequence[int], checkpoint: Checkpoint, weight: Weight) -> Tensor:
     if name not in checkpoint:
         raise CheckpointError(
-            f"{checkpoint.directory} lacks {name}, which {weight.role} needs; "
-            "if it was downloaded in part, download it again, else config.json does not fit"
+            f"{checkpoint.directory} lacks {name}, which {weight.role} needs",
+            "; if it was downloaded in part, download it again, else config.json does not fit",
         )
     found = checkpoint.shape(name)
     if found != tuple(shape):

@@ -111,20 +111,13 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         timeout: float | None = None,
+        checked: bool = False,
     ) -> RequestGroup:
-        """Queue the n answers to one prompt. `timeout` is in seconds from now."""
-        return self.add_checked(request_id, prompt_ids, self.check_params(params), prompt, timeout)
+        """Queue the n answers to one prompt. `timeout` is in seconds from now.
 
-    @_in_turn
-    def add_checked(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        prompt: str | None = None,
-        timeout: float | None = None,
-    ) -> RequestGroup:
-        """`add` with parameters that `check_params` returned, which many prompts may share."""
+        checked: `check_params` returned these parameters, which many prompts may then share.
+        """
+        params = params if checked else self.check_params(params)
         ids = self._check_prompt(prompt_ids)
         limit = self._check_fits(ids, params)
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout > 0):

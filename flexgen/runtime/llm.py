@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexgen.runtime import regional
+from flexgen.runtime.collector import few_collections
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.errors import ConfigError
 from flexgen.runtime.options import EngineOptions
@@ -105,7 +103,7 @@ class LLM:
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         try:
-            with _Progress(groups, use_tqdm) as progress, _few_collections():
+            with _Progress(groups, use_tqdm) as progress, few_collections():
                 while any(not group.finished for group in groups):
                     self.llm_engine.step()
                     progress.update()
@@ -205,7 +203,8 @@ class LLM:
         complete = False
         try:
             for (text, ids), each in zip(parsed, params):
-                groups.append(self.llm_engine.add_checked(str(next(self._requests)), ids, each, text, timeout))
+                request_id = str(next(self._requests))
+                groups.append(self.llm_engine.add(request_id, ids, each, text, timeout, checked=True))
             complete = True
         finally:
             if not complete:
@@ -297,38 +296,6 @@ def _max_model_len(model: Any, wanted: int | None) -> int:
     if isinstance(wanted, int) and longest is not None and wanted > longest:
         raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}")
     return longest if wanted is None else wanted
-
-
-class _FewCollections:
-    """Meanwhile the garbage collector leaves old objects alone: a search of all of them takes as long as many steps.
-
-    Several threads may be inside at once.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._old = threading.Lock(), 0, 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        self._change(1)
-        try:
-            yield
-        finally:
-            self._change(-1)
-
-    def _change(self, by: int) -> None:
-        with self._lock:
-            before, self._inside = self._inside, self._inside + by
-            *young, old = gc.get_threshold()
-            if not before:
-                self._old = old
-                gc.set_threshold(*young, _NEVER)
-            elif not self._inside and old == _NEVER:  # nobody else has set it since
-                gc.set_threshold(*young, self._old)
-
-
-_NEVER = 2**31 - 1
-_few_collections = _FewCollections()
 
 
 class _Progress:

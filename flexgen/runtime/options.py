@@ -104,12 +104,11 @@ def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) 
         middle = (low + high + 1) // 2
         low, high = (middle, high) if taken(middle) <= usable else (low, middle - 1)
     if low < 1:
-        state = state_bytes(model) * (options.max_num_seqs + 1)
-        lower = f" (now {options.max_num_seqs}, whose recurrent state takes {state / 2**30:.2f} GiB)" if state else ""
+        state = _slots_bytes(model, options) / 2**30
+        slots = f", or lower max_num_seqs={options.max_num_seqs}, whose recurrent state takes {state:.2f} GiB" if state else ""
         raise FlexgenError(
             f"{usable / 2**30:.2f} GiB are left for keys and values and one block of each group takes "
-            f"{taken(1) / 2**30:.2f} GiB; raise gpu_memory_utilization={options.gpu_memory_utilization}"
-            + (f" or lower max_num_seqs{lower}" if state else "")
+            f"{taken(1) / 2**30:.2f} GiB; raise gpu_memory_utilization={options.gpu_memory_utilization}{slots}"
         )
     if groups and low * options.block_size < options.max_model_len:
         log.warning("memory holds %d tokens, less than max_model_len=%d", low * options.block_size, options.max_model_len)
@@ -121,8 +120,13 @@ def _cache_bytes(model: Any, options: EngineOptions) -> int:
     if model.device.type != "cuda":
         return _CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(model.device)
-    state = state_bytes(model) * (options.max_num_seqs + 1)
-    return int(total * options.gpu_memory_utilization) - (total - free) - state - _DEVICE_RESERVE_BYTES
+    taken = total - free + _slots_bytes(model, options) + _DEVICE_RESERVE_BYTES
+    return int(total * options.gpu_memory_utilization) - taken
+
+
+def _slots_bytes(model: Any, options: EngineOptions) -> int:
+    """Recurrent state of all slots, the pad slot included."""
+    return state_bytes(model) * (options.max_num_seqs + 1)
 
 
 def _at_least(name: str, value: object, low: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -64,7 +63,7 @@ def verify(
             try:
                 model = Model.load(directory, dtype=dtype, device=device, generated=folder)
             except CheckpointError as error:
-                theirs = re.split(r"; if|\. If", str(error))[0].replace(directory, "transformers' own model")
+                theirs = error.what.replace(directory, "transformers' own model")
                 raise UsageError(f"{theirs}: a weight of the spec has another name or shape there") from None
     return _compare(name, "its tiny model with random weights", model, oracle)
 

@@ -5,14 +5,18 @@ import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from flexgen.runtime import llm as llm_module
+from flexgen.runtime.abi import Pages, Slots
+from flexgen.runtime.cache import page_groups
+from flexgen.runtime.collector import NEVER, few_collections
 from flexgen.runtime.errors import ConfigError, FlexgenError
 from flexgen.runtime.llm import LLM
+from flexgen.runtime.options import EngineOptions, size_pools
 from flexgen.runtime.outputs import RequestOutput
 from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.tokens import Tokens
@@ -200,6 +204,18 @@ def test_a_generation_config_of_another_kind_is_named(text, message, tmp_path):
         Tokens.load(None, tmp_path, {}, 10)
 
 
+def test_recurrent_state_counts_before_pages_do(monkeypatch):
+    kept = {"full": Pages(2, 64, None), "linear": Slots({"state": ((8, 128, 128), torch.float32)})}
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, state=kept, mixers=[("full",), ("linear",)] * 10)
+    groups = page_groups(model.mixers, kept)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 24 * 2**30))
+    pages = [size_pools(model, groups, EngineOptions(10**9, max_num_seqs=slots)) for slots in (1, 1001)]
+    state, page = 1000 * 10 * 8 * 128 * 128 * 4, groups[0].page_bytes(16, torch.bfloat16)
+    assert pages[0][0] - pages[1][0] == pytest.approx(state / page, abs=1)
+    with pytest.raises(FlexgenError, match=r"or lower max_num_seqs=9999, whose recurrent state takes 48\.83 GiB"):
+        size_pools(model, groups, EngineOptions(10**9, max_num_seqs=9999, max_num_batched_tokens=9999))
+
+
 def test_memory_decides_the_pages_but_never_more_than_all_slots_use():
     llm = LLM(Toy(), skip_tokenizer_init=True, max_model_len=30, max_num_seqs=3, block_size=4)
     assert llm.metrics()["total_blocks"] == 3 * 8
@@ -318,12 +334,12 @@ def test_threads_inside_generate_leave_the_thresholds_as_they_were():
     before, barrier = gc.get_threshold(), threading.Barrier(3)
 
     def inside(_):
-        with llm_module._few_collections():
+        with few_collections():
             barrier.wait()
             return gc.get_threshold()[2]
 
     with ThreadPoolExecutor(3) as pool:
-        assert set(pool.map(inside, range(3))) == {llm_module._NEVER}
+        assert set(pool.map(inside, range(3))) == {NEVER}
     assert gc.get_threshold() == before
 
 

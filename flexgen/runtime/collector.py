@@ -1,0 +1,36 @@
+"""Python's garbage collector while an engine runs: a search of all old objects takes as long as many steps."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NEVER = 2**31 - 1
+"""A threshold that no count reaches."""
+
+_lock = threading.Lock()
+_inside = 0
+_threshold = 0
+"""That of the oldest generation while nobody is inside."""
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Meanwhile only young objects are searched. Several threads may be inside at once; the last one out ends it."""
+    global _inside, _threshold
+    with _lock:
+        *young, old = gc.get_threshold()
+        if not _inside:
+            _threshold = old
+            gc.set_threshold(*young, NEVER)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            *young, old = gc.get_threshold()
+            if not _inside and old == NEVER:  # nobody else has set it since
+                gc.set_threshold(*young, _threshold)
