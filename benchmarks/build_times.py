@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from flexgen.compile import find_specs
+from flexgen.compiler import find_specs
 
 AIMS = {"check": 0.5, "build from nothing": 1.0, "build with nothing to do": 1.0}
 RESULTS = Path(__file__).parent / "results" / "build-times.json"

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from timing import seconds
 
-from flexgen.runtime import recurrent
-from flexgen.runtime.abi import PAD_SLOT
+from flexgen.contract.abi import PAD_SLOT
+from flexgen.runtime.ops import recurrent
 
 LIMIT = 1e-2
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 16, 32, 128, 128
@@ -92,7 +92,7 @@ def methods(device: torch.device, decode: bool) -> dict[str, tuple[Method, bool]
     """Name to (method, whether it can be captured)."""
     found = {"plain": (plain_decode if decode else plain_prefill, decode)}
     if device.type == "cuda":
-        from flexgen.runtime.kernels.delta_rule import delta_prefill, delta_step
+        from flexgen.runtime.ops.kernels.delta_rule import delta_prefill, delta_step
 
         step = lambda *inputs: delta_step(*inputs[:6], inputs[7])  # noqa: E731
         found["triton"] = (step if decode else delta_prefill, True)
@@ -148,7 +148,7 @@ def sweep(device: torch.device) -> Iterator[dict]:
     """Every launch on every shape that its chunks are meant for."""
     from triton.runtime.errors import OutOfResources
 
-    from flexgen.runtime.kernels.delta_rule import Launch, delta_prefill
+    from flexgen.runtime.ops.kernels.delta_rule import Launch, delta_prefill
 
     launches = {chunk: [Launch(chunk, *sizes) for sizes in each] for chunk, each in LAUNCHES.items()}
     small = inputs_of([1], device)

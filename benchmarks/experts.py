@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from timing import read_bandwidth, seconds
 
-from flexgen.runtime import moe
+from flexgen.runtime.ops import experts as moe
 
 TOKENS = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096]
 ROUTE_SETS = 4

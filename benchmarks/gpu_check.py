@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny import SPECS, Bench, expected, prompt, saved

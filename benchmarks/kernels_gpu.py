@@ -20,10 +20,11 @@ import torch
 from timing import seconds
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND
-from flexgen.runtime import attention, moe, recurrent
-from flexgen.runtime.kernels import paged_attention
-from flexgen.runtime.kernels.delta_rule import delta_step
-from flexgen.runtime.kernels.experts import route_outputs
+from flexgen.runtime.ops import attention, recurrent
+from flexgen.runtime.ops import experts as moe
+from flexgen.runtime.ops.kernels import paged_attention
+from flexgen.runtime.ops.kernels.delta_rule import delta_step
+from flexgen.runtime.ops.kernels.experts import route_outputs
 
 DEVICE = torch.device("cuda")
 LIMIT = 1e-2

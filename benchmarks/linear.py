@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from timing import read_bandwidth, seconds
 
-from flexgen.runtime.kernels.launch import CHAIN, await_previous
-from flexgen.runtime.kernels.linear import Launch, linear_few, linear_one
+from flexgen.runtime.ops.kernels.launch import CHAIN, await_previous
+from flexgen.runtime.ops.kernels.linear import Launch, linear_few, linear_one
 
 SHAPES = (
     (2048, 4096), (5120, 2048), (128, 2048),  # qwen3-30b-a3b

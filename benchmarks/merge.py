@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from timing import read_bandwidth, seconds
 
-from flexgen.runtime.lora import ExpertLowRank, merge_experts
+from flexgen.runtime.loading.lora import ExpertLowRank, merge_experts
 
 # name, experts, D, I, transposed
 SHAPES = [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 from flexgen.verify import reference
 from flexgen.verify.precision import LIMIT, Rounding, rounding
 

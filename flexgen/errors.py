@@ -1,5 +1,11 @@
-"""The base of every error that flexgen raises about what a user gave it."""
+"""The errors that flexgen raises on purpose. Every message says what, where, the value, the limit and what to do."""
+
+from __future__ import annotations
 
 
-class FlexError(Exception):
-    """A mistake in what the user gave: the message says what, where, the value, the limit and what to do."""
+class FlexgenError(Exception):
+    """Base of every error about what a user gave, or about what the machine could not do with it."""
+
+
+class ConfigError(FlexgenError):
+    """A checkpoint's config.json says something that the engine or the spec cannot serve."""

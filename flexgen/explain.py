@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flexgen.compile import UsageError, find_specs, shown
+from flexgen.compiler import UsageError, find_specs, shown
 from flexgen.ir.architecture import Architecture
 from flexgen.ir.resolve import resolve
 from flexgen.render.linemap import Origin, line_map, parse_path, place, show_path, to_json

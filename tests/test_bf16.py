@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import SPECS, prompt, reference, tiny_config
 
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 from flexgen.verify.precision import LIMIT, rounding
 from flexgen.verify.reference import load, save
 

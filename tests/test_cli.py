@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flexgen import cli
-from flexgen import compile as compile_
+from flexgen import compiler as compile_
 from flexgen.assets import root
 
 LLAMA = (root("specs") / "llama.yaml").read_text("utf-8")

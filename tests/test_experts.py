@@ -7,7 +7,7 @@ import torch
 from tiny import expected, prompt, reference, tiny_config
 
 from flexgen import LLM, SamplingParams
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 from flexgen.verify.harness import Harness
 from flexgen.verify.reference import recorded, save
 

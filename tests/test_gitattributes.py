@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from project import ROOT, Project
 
-from flexgen.compile import find_specs
+from flexgen.compiler import find_specs
 
 
 @pytest.fixture

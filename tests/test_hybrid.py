@@ -12,10 +12,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from flexgen import LLM, SamplingParams
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 from flexgen.verify.harness import Harness
 from flexgen.verify.reference import recorded
-from tests.runtime.test_graphs import host_graphs
+from tests.runtime.execution.test_graphs import host_graphs
 
 SPECS = pytest.mark.parametrize("spec", ("qwen3_5", "qwen3_5_moe"))
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

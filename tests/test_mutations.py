@@ -15,8 +15,8 @@ from flexgen.assets import root
 from flexgen.ir.resolve import resolve
 from flexgen.render.build import write
 from flexgen.render.render import render
-from flexgen.runtime.checkpoint import CheckpointError
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.checkpoint import CheckpointError
+from flexgen.runtime.loading.model import Model
 from flexgen.spec.load import parse_spec
 
 ATTENTION_NORM = ", {norm: rms, weight: post_attention_layernorm}]"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import SPECS, Bench, expected, prompt, saved
 
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 
 TOLERANCE = {"qwen3_5": 1e-3, "qwen3_5_moe": 1e-3}
 """The delta rule: transformers' chunked form and a recurrence differ by this much."""

@@ -18,7 +18,7 @@ from tiny import tiny_config
 
 from flexgen import demo
 from flexgen.assets import root
-from flexgen.runtime.errors import FlexgenError
+from flexgen.errors import FlexgenError
 from flexgen.verify import reference
 
 ROOT = Path(__file__).resolve().parent.parent

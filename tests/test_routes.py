@@ -8,8 +8,8 @@ import torch
 from tiny import prompt, saved
 
 from flexgen import LLM, SamplingParams
-from flexgen.runtime.regional import compile_layers, mark_sizes
-from tests.runtime.test_graphs import host_graphs
+from flexgen.runtime.execution.regional import compile_layers, mark_sizes
+from tests.runtime.execution.test_graphs import host_graphs
 
 SPECS = ("qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe")
 LENGTHS = (30, 17, 25, 1)

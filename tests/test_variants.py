@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny import Bench, dump, expected, prompt, reference, tiny_config
 
-from flexgen.runtime.config import normalise
-from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.model import Model
-from flexgen.runtime.package import choose, find_packages, load_package
+from flexgen.errors import ConfigError
+from flexgen.runtime.loading.config import normalise
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.package import choose, find_packages, load_package
 
 ROPE = {"rope_theta": 10000.0}
 SLIDE, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -97,7 +97,7 @@ def test_hub_form_and_saved_form_bind_to_equal_dims(spec, tmp_path):
     hub = tiny_config(spec, **HUB[spec])
     reference(hub).config.save_pretrained(tmp_path)
     package = load_package(find_packages()[spec])
-    from flexgen.runtime.config import read_config
+    from flexgen.runtime.loading.config import read_config
 
     bound = [package.walker.Dims.from_config(normalise(raw, package.walker.TEXT_CONFIG)) for raw in (hub, read_config(tmp_path))]
     assert bound[0] == bound[1]

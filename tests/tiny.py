@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flexgen.assets import root
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 from flexgen.verify.harness import Harness
 from flexgen.verify.reference import logits as expected
 from flexgen.verify.reference import save

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen.runtime.abi import Pages, SharedPages
-from flexgen.runtime.cache import state_bytes
+from flexgen.contract.abi import Pages, SharedPages
+from flexgen.runtime.scheduling.pools import state_bytes
 
 H200_BYTES_PER_SECOND = 4.15e12
 """Read bandwidth of an H200, measured with a reduction over 4 GB."""

@@ -18,7 +18,7 @@ from flexgen.bench.bound import H200_BYTES_PER_SECOND, step_bytes
 from flexgen.bench.shapes import LOADING, shape
 from flexgen.bench.workloads import DECODE, Workload
 from flexgen.runtime.llm import LLM
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 
 _PROBE_TOKENS = 8
 

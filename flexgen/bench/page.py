@@ -10,7 +10,7 @@ from flexgen.bench.peers import VLLM, VLLM_STARTUP_SECONDS
 from flexgen.bench.results import Result
 from flexgen.bench.shapes import SHAPES
 from flexgen.bench.workloads import DECODE
-from flexgen.runtime.errors import FlexgenError
+from flexgen.errors import FlexgenError
 
 
 def write_page(results: Sequence[Result], folder: Path) -> list[Path]:

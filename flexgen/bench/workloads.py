@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen.runtime.params import SamplingParams
+from flexgen.runtime.requests.params import SamplingParams
 
 
 @dataclass(frozen=True)

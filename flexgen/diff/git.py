@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexgen.compile import UsageError
+from flexgen.compiler import UsageError
 from flexgen.spec.diagnostics import nearest
 
 

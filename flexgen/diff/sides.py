@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen.compile import UsageError
+from flexgen.compiler import UsageError
 from flexgen.diff import git
 from flexgen.ir.resolve import resolve
 from flexgen.render.render import read_templates, render

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen.ir import rope_parameters
+from flexgen.contract import layer_kinds as runtime
+from flexgen.contract import rope_parameters
+from flexgen.errors import ConfigError
 from flexgen.ir.architecture import Dim
 from flexgen.ir.problems import Problems
 from flexgen.ir.scope import Scope
-from flexgen.runtime import schedule as runtime
-from flexgen.runtime.errors import ConfigError
 from flexgen.spec.diagnostics import SpecPath, nearest
 from flexgen.spec.expressions import ExpressionError, Name, Or, parse
 from flexgen.spec.load import Spec

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexgen.errors import FlexError
+from flexgen.errors import FlexgenError
 
 NESTED = ("text_config", "llm_config", "language_config")
 """Where multimodal configs keep the text model's part."""
 
 
-class ConfigFileError(FlexError):
+class ConfigFileError(FlexgenError):
     """A config.json that cannot be read as one."""
 
 
@@ -49,7 +49,7 @@ def read(path: Path) -> Given:
         raise ConfigFileError(f"{path}: nested too deep to be a config") from None
     if not isinstance(raw, dict):
         raise ConfigFileError(f"{path} holds {_article(raw)}, and a config.json is an object")
-    from flexgen.runtime.config import normalise  # the engine's own, which brings torch
+    from flexgen.runtime.loading.config import normalise  # the engine's own, which brings torch
 
     nested = next((key for key in NESTED if isinstance(raw.get(key), dict)), None)
     text = normalise(raw, nested)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flexgen.contract.ignored import NO_EFFECT
 from flexgen.new.config import Given
 from flexgen.new.meanings import SYNONYMS
-from flexgen.runtime.config import broken_fence, merged, normalise
-from flexgen.runtime.ignored import NO_EFFECT
+from flexgen.runtime.loading.config import broken_fence, merged, normalise
 from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.expressions import Name, Number, Or, parse
 from flexgen.spec.load import Spec

@@ -8,7 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from flexgen.compile import UsageError, find_specs, shown
+from flexgen.compiler import UsageError, find_specs, shown
 from flexgen.ir.resolve import resolve
 from flexgen.new.draft import Draft, from_spec
 from flexgen.spec.load import Spec, load_spec, parse_spec

@@ -15,13 +15,13 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateNotFound, TemplateSyntaxError
 
 from flexgen.assets import root
-from flexgen.errors import FlexError
+from flexgen.errors import FlexgenError
 from flexgen.ir.architecture import Architecture
 from flexgen.render.lint import Problem, lint
 from flexgen.render.marks import MARK, Mark, MarkedEnvironment, Recorder, watch
 
 ABI = 2
-"""The ABI that the templates target; `flexgen.runtime.abi.ABI` must equal it (tested)."""
+"""The ABI that the templates target; `flexgen.contract.abi.ABI` must equal it (tested)."""
 
 WIDTH = 120
 """Columns that layout filters fill."""
@@ -29,7 +29,7 @@ WIDTH = 120
 FILES = ("attention.py", "merge.py", "walker.py")
 
 
-class RenderError(FlexError):
+class RenderError(FlexgenError):
     """A template that cannot be rendered, or rendered something wrong: our bug or a broken template, never the spec's."""
 
 

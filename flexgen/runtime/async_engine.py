@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from flexgen.errors import FlexgenError
 from flexgen.runtime.engine import Engine
-from flexgen.runtime.errors import FlexgenError
 from flexgen.runtime.llm import LLM, Prompt, parse_prompt
-from flexgen.runtime.outputs import RequestOutput
-from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
-from flexgen.runtime.requests import RequestGroup
+from flexgen.runtime.requests.outputs import RequestOutput
+from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.request import RequestGroup
 
 
 class _Stream:

@@ -18,20 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexgen.runtime.cache import Cache, has_recurrent_state, page_groups
-from flexgen.runtime.errors import FlexgenError
-from flexgen.runtime.metrics import Metrics
-from flexgen.runtime.options import EngineOptions, size_pools
-from flexgen.runtime.outputs import Logprob, TokenLogprobs
-from flexgen.runtime.pages import PageTables
-from flexgen.runtime.params import SamplingParams
-from flexgen.runtime.requests import Request, RequestGroup
-from flexgen.runtime.rules import HostRules, bad_word_ids
-from flexgen.runtime.runner import InFlight, PromptScores, Routes, Runner
-from flexgen.runtime.scheduler import Scheduler, StepPlan
-from flexgen.runtime.stops import Detokenizer, StopRules
-from flexgen.runtime.structured import GrammarCompiler
-from flexgen.runtime.tokens import Tokens
+from flexgen.errors import FlexgenError
+from flexgen.runtime.execution.step import InFlight, PromptScores, Routes, Runner
+from flexgen.runtime.options import EngineOptions
+from flexgen.runtime.requests.outputs import Logprob, TokenLogprobs
+from flexgen.runtime.requests.params import SamplingParams
+from flexgen.runtime.requests.request import Request, RequestGroup
+from flexgen.runtime.requests.rules import HostRules, bad_word_ids
+from flexgen.runtime.requests.stops import Detokenizer, StopRules
+from flexgen.runtime.requests.structured import GrammarCompiler
+from flexgen.runtime.requests.tokens import Tokens
+from flexgen.runtime.scheduling.metrics import Metrics
+from flexgen.runtime.scheduling.pages import PageTables
+from flexgen.runtime.scheduling.pools import Cache, has_recurrent_state, page_groups
+from flexgen.runtime.scheduling.scheduler import Scheduler, StepPlan
+from flexgen.runtime.scheduling.sizing import size_pools
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen.runtime import regional
-from flexgen.runtime.collector import few_collections
+from flexgen.errors import ConfigError
 from flexgen.runtime.engine import Engine
-from flexgen.runtime.errors import ConfigError
+from flexgen.runtime.execution import regional
+from flexgen.runtime.garbage import few_collections
 from flexgen.runtime.options import EngineOptions
-from flexgen.runtime.outputs import RequestOutput
-from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.report import memory_report
-from flexgen.runtime.requests import RequestGroup
-from flexgen.runtime.tokens import Tokens
+from flexgen.runtime.requests.outputs import RequestOutput
+from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.request import RequestGroup
+from flexgen.runtime.requests.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +284,7 @@ def _load(model: Any, loading: Mapping[str, Any]) -> Any:
         if loading:
             raise ValueError(f"{', '.join(loading)} say how to load a model, and this one is loaded already")
         return model
-    from flexgen.runtime.model import Model
+    from flexgen.runtime.loading.model import Model
 
     return Model.load(Path(model), **loading)
 

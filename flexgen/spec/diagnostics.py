@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexgen.errors import FlexError
+from flexgen.errors import FlexgenError
 from flexgen.spec.codes import CODES, Stage
 from flexgen.spec.snippet import excerpt, printable
 
@@ -84,7 +84,7 @@ class Diagnostic:
         return self.position < other.position
 
 
-class SpecError(FlexError):
+class SpecError(FlexgenError):
     """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake.
 
     `mended` is the spec with holes for those of shape, where they can be filled: later passes find the others in it.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn
 
-from flexgen.errors import FlexError
+from flexgen.errors import FlexgenError
 from flexgen.spec.scalars import INT_LIMIT
 
 Kind = Literal["int", "float", "bool", "list"]
@@ -26,7 +26,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 _OR, _SUM, _PRODUCT, _SIGN, _ATOM = range(5)
 
 
-class ExpressionError(FlexError):
+class ExpressionError(FlexgenError):
     """A mistake in an expression, at the characters [start, end) of its text. `code` is the diagnostic's."""
 
     def __init__(self, message: str, start: int, end: int, help: str | None = None, code: str = "SPEC011") -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flexgen.runtime.abi import PageStep, Step
-from flexgen.runtime.cache import Cache, page_groups
-from flexgen.runtime.model import Model
+from flexgen.contract.abi import PageStep, Step
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.scheduling.pools import Cache, page_groups
 
 
 class Harness:

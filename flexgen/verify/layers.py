@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.runtime.abi import Layer
-from flexgen.runtime.model import Model
+from flexgen.contract.abi import Layer
+from flexgen.runtime.loading.model import Model
 from flexgen.verify import reference
 from flexgen.verify.harness import Harness
 from flexgen.verify.modules import Modules

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from flexgen.runtime.abi import Mxfp4, PerExpert, Stacked, Weight
-from flexgen.runtime.errors import FlexgenError
-from flexgen.runtime.model import Model
+from flexgen.contract.abi import Mxfp4, PerExpert, Stacked, Weight
+from flexgen.errors import FlexgenError
+from flexgen.runtime.loading.model import Model
 
 
 class Modules:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.runtime.errors import FlexgenError
+from flexgen.errors import FlexgenError
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 """What forwards of transformers call their cache, newest name first."""

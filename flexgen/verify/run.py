@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.compile import UsageError, find_specs
-from flexgen.runtime.abi import Slots
-from flexgen.runtime.checkpoint import CheckpointError
-from flexgen.runtime.model import Model
-from flexgen.runtime.package import find_packages, read_manifest
+from flexgen.compiler import UsageError, find_specs
+from flexgen.contract.abi import Slots
+from flexgen.runtime.loading.checkpoint import CheckpointError
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.package import find_packages, read_manifest
 from flexgen.spec.load import Spec, load_spec
 from flexgen.verify import reference
 from flexgen.verify.harness import Harness

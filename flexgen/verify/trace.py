@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.runtime.abi import Layer
+from flexgen.contract.abi import Layer
 from flexgen.verify.reference import Call
 
 RESHAPES = ("flatten", "unflatten", "float")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flexgen.runtime.lora import Deltas, merge_rows
+from flexgen.runtime.loading.lora import Deltas, merge_rows
 
 if TYPE_CHECKING:
     from .walker import Dims

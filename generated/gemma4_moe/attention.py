@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexgen.runtime.abi import Layer, Step
-from flexgen.runtime.attention import attend, write_pages
-from flexgen.runtime.ops import project, rms_norm, rotate
+from flexgen.contract.abi import Layer, Step
+from flexgen.runtime.ops.attention import attend, write_pages
+from flexgen.runtime.ops.elementwise import project, rms_norm, rotate
 
 if TYPE_CHECKING:
     from .walker import Dims

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.runtime import schedule
-from flexgen.runtime.abi import Layer, Pages, Part, Slots, State, Step, Weight
-from flexgen.runtime.config import Config
-from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.ops import project, rms_norm_one_plus
-from flexgen.runtime.rope import Rope
+from flexgen.contract import layer_kinds as schedule
+from flexgen.contract.abi import Layer, Pages, Part, Slots, State, Step, Weight
+from flexgen.runtime.loading.config import Config
+from flexgen.errors import ConfigError
+from flexgen.runtime.ops.elementwise import project, rms_norm_one_plus
+from flexgen.runtime.loading.rope import Rope
 
 from .attention import full_attention, gdn_mixer
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.runtime.abi import Layer, Step
-from flexgen.runtime.attention import attend, write_pages
-from flexgen.runtime.ops import gated_rms_norm, project, rms_norm_one_plus, rotate
-from flexgen.runtime.recurrent import causal_conv, delta_rule
+from flexgen.contract.abi import Layer, Step
+from flexgen.runtime.ops.attention import attend, write_pages
+from flexgen.runtime.ops.elementwise import gated_rms_norm, project, rms_norm_one_plus, rotate
+from flexgen.runtime.ops.recurrent import causal_conv, delta_rule
 
 if TYPE_CHECKING:
     from .walker import Dims

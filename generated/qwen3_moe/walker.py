@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.runtime import schedule
-from flexgen.runtime.abi import Layer, Pages, Part, PerExpert, Stacked, State, Step, Weight
-from flexgen.runtime.config import Config
-from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.moe import experts, renormalise, top_k
-from flexgen.runtime.ops import project, rms_norm_cast_before
-from flexgen.runtime.rope import Rope
+from flexgen.contract import layer_kinds as schedule
+from flexgen.contract.abi import Layer, Pages, Part, PerExpert, Stacked, State, Step, Weight
+from flexgen.runtime.loading.config import Config
+from flexgen.errors import ConfigError
+from flexgen.runtime.ops.experts import experts, renormalise, top_k
+from flexgen.runtime.ops.elementwise import project, rms_norm_cast_before
+from flexgen.runtime.loading.rope import Rope
 
 from .attention import full_attention, sliding_attention
 

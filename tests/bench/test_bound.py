@@ -8,10 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND, StepBytes, step_bytes
 from flexgen.bench.shapes import LOADING, SHAPES, shape
-from flexgen.runtime.config import normalise
-from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.model import Model
-from flexgen.runtime.package import choose, find_packages, load_package
+from flexgen.errors import ConfigError
+from flexgen.runtime.loading.config import normalise
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.package import choose, find_packages, load_package
 
 ROWS, BF16, FP32 = 3, 2, 4
 

@@ -12,7 +12,7 @@ from flexgen.bench.page import results_page, write_page
 from flexgen.bench.results import Result, load_results, versions
 from flexgen.bench.shapes import SHAPES
 from flexgen.bench.workloads import BATCHES, WORKLOADS
-from flexgen.runtime.errors import FlexgenError
+from flexgen.errors import FlexgenError
 
 GIB = 2**30
 SAMPLE = Result(

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from project import SPECS, Project
 
-from flexgen.compile import UsageError
+from flexgen.compiler import UsageError
 from flexgen.diff import show
 from flexgen.diff.report import Report, compare
 from flexgen.diff.sides import made, other

@@ -8,9 +8,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexgen.runtime.llm import LLM
-from flexgen.runtime.model import Model
-from flexgen.runtime.params import SamplingParams
-from flexgen.runtime.sampler import Features
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.requests.params import SamplingParams
+from flexgen.runtime.sampling.sampler import Features
 from tests.tiny import SPECS, expected, prompt, saved
 
 SIZES = [1, 2, 4, 8]
@@ -152,7 +152,7 @@ def test_the_number_of_compilations_is_that_of_kinds_not_of_layers(llm):
 
 def test_drawn_tokens_are_those_of_the_sampler_in_plain_torch(llm):
     runner = llm.llm_engine.runner
-    from flexgen.runtime.sampler import finish
+    from flexgen.runtime.sampling.sampler import finish
 
     logits = torch.randn(8, runner.model.dims.vocab, device="cuda").bfloat16()
     temperature = torch.tensor([0, 1, 0.5, 2, 0, 1, 1, 0.1], device="cuda")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexgen.bench.shapes import LOADING, SHAPES, shape
-from flexgen.runtime.model import Model
+from flexgen.runtime.loading.model import Model
 from flexgen.verify import reference
 from flexgen.verify.precision import LIMIT, rounding
 

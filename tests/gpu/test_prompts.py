@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen.runtime import recurrent
-from flexgen.runtime.abi import PAD_SLOT
-from flexgen.runtime.kernels.delta_rule import delta_prefill
+from flexgen.contract.abi import PAD_SLOT
 from flexgen.runtime.llm import LLM
-from flexgen.runtime.model import Model
-from flexgen.runtime.params import SamplingParams
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.ops import recurrent
+from flexgen.runtime.ops.kernels.delta_rule import delta_prefill
+from flexgen.runtime.requests.params import SamplingParams
 from tests.test_routes import routers_choose
 from tests.tiny import prompt, saved
 

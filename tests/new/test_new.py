@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from flexgen.assets import root
-from flexgen.compile import UsageError, check
+from flexgen.compiler import UsageError, check
 from flexgen.new.config import ConfigFileError
 from flexgen.new.write import draft, write
 from flexgen.render.render import render

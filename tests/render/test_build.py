@@ -13,10 +13,10 @@ from project import SPECS as PROJECT_SPECS
 from project import Project
 
 from flexgen.assets import root
-from flexgen.compile import check, find_specs
+from flexgen.compiler import check, find_specs
+from flexgen.contract import abi
 from flexgen.render import render as rendering
 from flexgen.render.build import compare, write
-from flexgen.runtime import abi
 
 SPECS = [path.stem for path in find_specs([])]
 

@@ -57,7 +57,7 @@ def test_ruff_finds_nothing_wrong():
 )
 @pytest.mark.parametrize("head", ["def mlp(w: Layer, x_TD, dims)", "def forward(self, x_TD, dims)"])
 def test_a_forward_that_branches_is_refused(head, branch):
-    text = f"from flexgen.runtime.abi import Layer\n\n\n{head}:\n    {branch}\n    return x_TD\n"
+    text = f"from flexgen.contract.abi import Layer\n\n\n{head}:\n    {branch}\n    return x_TD\n"
     assert any("a forward branches" in problem.message for problem in lint(text))
     elsewhere = text.replace("w: Layer", "d: Dims").replace("forward", "state")
     assert not any("branches" in problem.message for problem in lint(elsewhere))

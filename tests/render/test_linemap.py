@@ -13,7 +13,7 @@ import pytest
 
 from flexgen import explain
 from flexgen.assets import root
-from flexgen.compile import UsageError
+from flexgen.compiler import UsageError
 from flexgen.ir import architecture as ir
 from flexgen.render.linemap import parse_path, show_path
 from flexgen.render.render import read_templates

@@ -7,9 +7,9 @@ import operator
 import pytest
 import torch
 
+from flexgen.errors import FlexgenError
 from flexgen.runtime.async_engine import AsyncEngine
-from flexgen.runtime.errors import FlexgenError
-from flexgen.runtime.params import RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.params import RequestOutputKind, SamplingParams
 from tests.runtime.toy import Toy
 
 torch.set_num_threads(1)

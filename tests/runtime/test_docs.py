@@ -11,7 +11,7 @@ from flexgen.bench.shapes import shape
 from flexgen.cli import app
 from flexgen.runtime.llm import _NEUTRAL, LLM
 from flexgen.runtime.options import EngineOptions
-from flexgen.runtime.params import SamplingParams
+from flexgen.runtime.requests.params import SamplingParams
 from tests.runtime.test_engine import engine
 
 PAGE = (root("specs").parent / "docs" / "parameters.md").read_text(encoding="utf-8")

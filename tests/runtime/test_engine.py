@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexgen.runtime.errors import FlexgenError
+from flexgen.errors import FlexgenError
 from flexgen.runtime.llm import LLM
-from flexgen.runtime.params import SamplingParams
+from flexgen.runtime.requests.params import SamplingParams
 from tests.runtime.toy import Toy
 
 torch.set_num_threads(1)

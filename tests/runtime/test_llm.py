@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen.runtime.abi import Pages, Slots
-from flexgen.runtime.cache import page_groups
-from flexgen.runtime.collector import NEVER, few_collections
-from flexgen.runtime.errors import ConfigError, FlexgenError
+from flexgen.contract.abi import Pages, Slots
+from flexgen.errors import ConfigError, FlexgenError
+from flexgen.runtime.garbage import NEVER, few_collections
 from flexgen.runtime.llm import LLM
-from flexgen.runtime.options import EngineOptions, size_pools
-from flexgen.runtime.outputs import RequestOutput
-from flexgen.runtime.params import LoRARequest, RequestOutputKind, SamplingParams
-from flexgen.runtime.tokens import Tokens
+from flexgen.runtime.options import EngineOptions
+from flexgen.runtime.requests.outputs import RequestOutput
+from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.tokens import Tokens
+from flexgen.runtime.scheduling.pools import page_groups
+from flexgen.runtime.scheduling.sizing import size_pools
 from tests.runtime.small_tokenizer import small_tokenizer
 from tests.runtime.test_engine import KINDS, assert_all_free, engine, run
 from tests.runtime.toy import Toy

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import torch
 
-from flexgen.runtime.abi import Layer, Pages, SharedPages, Slots
+from flexgen.contract.abi import Layer, Pages, SharedPages, Slots
 
 WIDTH, HEADS, HEAD = 32, 2, 16
 
 
 class Toy:
-    """The interface of flexgen.runtime.model.Model over random fp32 weights."""
+    """The interface of flexgen.runtime.loading.model.Model over random fp32 weights."""
 
     def __init__(self, vocab=61, kinds=("full",), window=5, seed=0, longest=256, config=None):
         generator = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen.errors import FlexError
+from flexgen.errors import FlexgenError
 from flexgen.spec.codes import CODES, Stage
 from flexgen.spec.diagnostics import (
     Diagnostic,
@@ -202,7 +202,7 @@ def test_a_spec_error_holds_everything_sorted():
         diagnostic(message="a", path="a.yaml"),
     ]
     error = SpecError(items)
-    assert isinstance(error, FlexError)
+    assert isinstance(error, FlexgenError)
     assert [item.message for item in error.diagnostics] == ["a", "b", "c"]
     assert str(error).splitlines()[0] == "a.yaml:1:1: error[SPEC004]: a"
 

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from flexgen.assets import root
-from flexgen.compile import check, find_specs
+from flexgen.compiler import check, find_specs
 from flexgen.ir import names
 from flexgen.ir.resolve import resolve
 from flexgen.render.render import render

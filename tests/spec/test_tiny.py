@@ -9,14 +9,14 @@ import mutations
 import pytest
 
 from flexgen.assets import root
-from flexgen.ir import rope_parameters
+from flexgen.contract import rope_parameters
+from flexgen.errors import ConfigError
 from flexgen.ir.resolve import resolve
 from flexgen.ir.tiny import merged
-from flexgen.runtime import config as runtime_config
-from flexgen.runtime import rope
-from flexgen.runtime.config import normalise
-from flexgen.runtime.errors import ConfigError
-from flexgen.runtime.package import find_packages, load_package
+from flexgen.runtime.loading import config as runtime_config
+from flexgen.runtime.loading import rope
+from flexgen.runtime.loading.config import normalise
+from flexgen.runtime.loading.package import find_packages, load_package
 from flexgen.spec.diagnostics import SpecError
 from flexgen.spec.load import shape
 from flexgen.spec.source import Document, load

@@ -9,7 +9,7 @@ import pytest
 from mutations import Text
 
 from flexgen.assets import root
-from flexgen.compile import check
+from flexgen.compiler import check
 from flexgen.spec.diagnostics import Diagnostic, SpecPath
 
 SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))

@@ -13,11 +13,11 @@ import torch
 from tiny import tiny_config
 
 from flexgen.assets import root
-from flexgen.compile import UsageError, check
+from flexgen.compiler import UsageError, check
+from flexgen.errors import ConfigError, FlexgenError
 from flexgen.render.build import write
 from flexgen.render.render import render
-from flexgen.runtime.errors import ConfigError, FlexgenError
-from flexgen.runtime.package import find_packages
+from flexgen.runtime.loading.package import find_packages
 from flexgen.verify import reference, run, verify
 from flexgen.verify.report import Report, Row
 

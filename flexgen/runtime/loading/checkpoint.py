@@ -1,0 +1,238 @@
+"""Reads safetensors files straight into the engine's storage, and accounts for every tensor both ways."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flexgen.contract.abi import ExpertLayout, Mxfp4, PerExpert, Stacked, Weight
+from flexgen.errors import FlexgenError
+from flexgen.runtime.loading.mxfp4 import dequantise
+from flexgen.runtime.transfer import Staging
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What a tensor may be stored as. Narrower formats need scales, so they are never read as plain numbers."""
+
+
+class CheckpointError(FlexgenError):
+    """A checkpoint that cannot be loaded: which file or tensor, what was expected, what to do.
+
+    what    without what to do about a file of one's own
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what + advice)
+        self.what = what
+
+
+@dataclass
+class LoadReport:
+    """What a load did: tensors read, tensors left out by pattern of the spec's `skip`, bytes read."""
+
+    read: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name, prefix removed; nothing is read until it is asked for."""
+
+    def __init__(self, directory: Path, prefixes: Sequence[str], skip: Sequence[str]) -> None:
+        self.directory = directory
+        self.report = LoadReport()
+        self._skip = tuple(skip)
+        self._files = {path: _open(path) for path in _find_files(directory)}
+        names = _names(self._files)
+        self.prefix = _choose_prefix(names, prefixes, directory)
+        self._where: dict[str, tuple[Path, str]] = {}
+        for full, path in names.items():
+            name = full.removeprefix(f"{self.prefix}.")
+            if name in self._where:
+                raise CheckpointError(f"{directory} holds {name} twice, with and without the prefix {self.prefix}")
+            self._where[name] = path, full
+        self._unread = {name: full for name, (_, full) in self._where.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the file's header."""
+        path, full = self._where[name]
+        return tuple(self._files[path].get_slice(full).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, marked as read."""
+        path, full = self._where[name]
+        try:
+            tensor = self._files[path].get_tensor(full)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged at {full}: {error}; download it again") from None
+        if tensor.dtype not in FLOATS and not name.endswith(_MXFP4_PARTS):
+            raise CheckpointError(
+                f"{path} holds {full} as {tensor.dtype}, and a weight is one of {', '.join(map(str, FLOATS))}; "
+                "dequantise the checkpoint first"
+            )
+        self._unread.pop(name, None)
+        self.report.read += 1
+        self.report.bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def finish(self) -> LoadReport:
+        """Raises CheckpointError for tensors that nothing read and the spec does not skip; else the report."""
+        names = []
+        for name, full in sorted(self._unread.items()):
+            pattern = next((p for p in self._skip if fnmatch.fnmatchcase(full, p) or fnmatch.fnmatchcase(name, p)), None)
+            if pattern is None:
+                names.append(full)
+            else:
+                self.report.skipped[pattern] = self.report.skipped.get(pattern, 0) + 1
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise CheckpointError(
+                f"{self.directory} holds tensors that the spec does not read: {', '.join(names[:8])}{more}",
+                ". If they are not part of the forward pass, list them in the spec's `checkpoint.skip`; if they are, config.json "
+                "does not fit",
+            )
+        return self.report
+
+
+def _find_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged ({error!r}); download it again") from None
+        missing = [name for name in names if not (directory / name).exists()]
+        if missing:
+            raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which {index.name} lists")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if found := [single] if single.exists() else sorted(directory.glob("*.safetensors")):
+        return found
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{directory} holds {', '.join(pickles)}, which are pickles and can run code. Convert them once where you trust "
+            "them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+        )
+    raise CheckpointError(f"{directory} holds no safetensors files")
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged: {error}; download it again") from None
+
+
+def _names(files: Mapping[Path, safe_open]) -> dict[str, Path]:
+    """The file of each tensor."""
+    names: dict[str, Path] = {}
+    for path, file in files.items():
+        for name in file.keys():  # noqa: SIM118
+            if name in names:
+                raise CheckpointError(f"both {names[name]} and {path} hold {name}; remove the file that is not the model's")
+            names[name] = path
+    return names
+
+
+def _choose_prefix(names: Mapping[str, Path], prefixes: Sequence[str], directory: Path) -> str:
+    fitting = [p for p in prefixes if any(name.startswith(f"{p}.layers.") for name in names)]
+    if len(fitting) != 1:
+        found = f"them below {' and '.join(fitting)}" if fitting else f"names like {', '.join(sorted(names)[:3])}"
+        raise CheckpointError(f"{directory}: expected layers below exactly one of {', '.join(prefixes)}, found {found}")
+    return fitting[0]
+
+
+# ---------------------------------------------------------------- into storage
+
+_MXFP4_PARTS = ("_blocks", "_scales")
+
+
+@torch.no_grad()
+def fill(storage: Tensor, weight: Weight, layer: int | None, checkpoint: Checkpoint, staging: Staging) -> None:
+    """Read one weight's tensors into its storage. Raises CheckpointError for what is missing or of another shape."""
+    if weight.parts:
+        start = 0
+        for part in weight.parts:
+            name = _numbered(part.name, layer)
+            target = storage[start : start + part.rows]
+            staging.copy(target, _need(name, target.shape, checkpoint, weight))
+            start += part.rows
+        return
+    matching = [layout for layout in weight.layouts if _holds(layout, layer, checkpoint)]
+    if len(matching) != 1:
+        possible = "; ".join(" and ".join(_names_of(layout, layer)) for layout in weight.layouts)
+        found = "more than one of them" if matching else "none of them"
+        raise CheckpointError(
+            f"{checkpoint.directory}: {weight.role} of layer {layer} is stored as exactly one of: {possible}; found {found}"
+        )
+    _fill_experts(storage, matching[0], layer, checkpoint, weight, staging)
+
+
+def _fill_experts(
+    storage: Tensor, layout: ExpertLayout, layer: int | None, checkpoint: Checkpoint, weight: Weight, staging: Staging
+) -> None:
+    if isinstance(layout, Stacked):
+        target = storage.transpose(1, 2) if layout.transpose else storage
+        staging.copy(target, _need(_numbered(layout.name, layer), target.shape, checkpoint, weight))
+    elif isinstance(layout, PerExpert):
+        rows = storage.shape[1] // len(layout.names)
+        for expert in range(storage.shape[0]):
+            for index, name in enumerate(layout.names):
+                target = storage[expert, index * rows : (index + 1) * rows]
+                tensor = _need(_numbered(name, layer).replace("*", str(expert)), target.shape, checkpoint, weight)
+                staging.copy(target, tensor)
+    else:
+        experts, inner, out = storage.shape
+        groups = inner // 32
+        shapes = ((experts, out, groups, 16), (experts, out, groups))
+        parts = zip(_names_of(layout, layer), shapes, strict=True)
+        blocks, scales = (_need(name, shape, checkpoint, weight).to(storage.device) for name, shape in parts)
+        storage.copy_(dequantise(blocks, scales, torch.bfloat16))
+
+
+def _names_of(layout: ExpertLayout, layer: int | None) -> tuple[str, ...]:
+    """The tensors of a layout, expert 0's where each expert has its own."""
+    if isinstance(layout, Mxfp4):
+        return tuple(f"{_numbered(layout.name, layer)}{part}" for part in _MXFP4_PARTS)
+    names = (layout.name,) if isinstance(layout, Stacked) else layout.names
+    return tuple(_numbered(name, layer).replace("*", "0") for name in names)
+
+
+def _holds(layout: ExpertLayout, layer: int | None, checkpoint: Checkpoint) -> bool:
+    return any(name in checkpoint for name in _names_of(layout, layer))
+
+
+def _need(name: str, shape: Sequence[int], checkpoint: Checkpoint, weight: Weight) -> Tensor:
+    if name not in checkpoint:
+        raise CheckpointError(
+            f"{checkpoint.directory} lacks {name}, which {weight.role} needs",
+            "; if it was downloaded in part, download it again, else config.json does not fit",
+        )
+    found = checkpoint.shape(name)
+    if found != tuple(shape):
+        raise CheckpointError(f"{name} has shape {found}; the spec and config.json make it {tuple(shape)}")
+    return checkpoint.read(name)
+
+
+def _numbered(name: str, layer: int | None) -> str:
+    return name if layer is None else name.replace("*", str(layer), 1)
+
+
+def check_tied(storage: Tensor, weight: Weight, checkpoint: Checkpoint) -> None:
+    """A tied checkpoint may still hold the head: it must then equal the embedding."""
+    name = weight.parts[0].name
+    if name in checkpoint and not torch.equal(_need(name, storage.shape, checkpoint, weight).to(storage), storage):
+        raise CheckpointError(
+            f"{name} differs from the embedding although config.json ties them: set tie_word_embeddings to false"
+        )

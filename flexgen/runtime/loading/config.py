@@ -1,0 +1,287 @@
+"""config.json as the engine reads it: one normaliser, every field accounted for, never through AutoConfig."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from flexgen.contract import layer_kinds as schedules
+from flexgen.contract.ignored import NO_EFFECT
+from flexgen.errors import ConfigError
+from flexgen.runtime.loading.rope import Rope, is_finite
+
+_MISSING = object()
+_LARGEST = 2**63 - 1
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The raw config.json of a checkpoint directory. Raises ConfigError where there is none or it is no JSON object."""
+    path = directory / "config.json"
+    if not path.is_file():
+        if path.parent.is_file():
+            raise ConfigError(f"{path.parent} is a file: give its directory")
+        raise ConfigError(
+            f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
+            "and nothing is downloaded"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]:
+    """The text model's config in one form: nested parts taken out, older rope keys moved into `rope_parameters`.
+
+    Raises ConfigError where two fields that mean the same differ.
+    """
+    config = copy.deepcopy(dict(raw))
+    if text_config and config.get(text_config) is not None:
+        config = _text_part(config, text_config)
+    _move_rope(config)
+    return config
+
+
+def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
+    config = outer[text_config]
+    if not isinstance(config, dict):
+        raise ConfigError(f"{text_config} is {config!r}, and must be an object")
+    for field in ("model_type", "tie_word_embeddings"):
+        if config.get(field) is None and outer.get(field) is not None:
+            config[field] = outer[field]
+    whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
+    if whole is not None and whole != text:
+        raise ConfigError(
+            f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
+        )
+    return config
+
+
+def _move_rope(config: dict[str, Any]) -> None:
+    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` become keys of each table of `rope_parameters`.
+
+    A table's own partial_rotary_factor wins: transformers writes its class's default beside it (5.17), and reads the table.
+    """
+    parameters, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
+    if parameters and scaling and parameters != scaling:
+        raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
+    parameters = parameters or scaling or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"rope_parameters is {parameters!r}, and must be an object")
+    older = {key: config.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for table in nested or [parameters]:
+        moved = {**older, "rope_type": table.pop("type", None)}
+        for key, value in moved.items():
+            if value is not None and table.setdefault(key, value) != value and key != "partial_rotary_factor":
+                raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
+    config["rope_parameters"] = parameters or None
+
+
+def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` over `defaults`; a null counts as absent, and objects are merged field by field."""
+    out = copy.deepcopy(dict(config))
+    for key, value in defaults.items():
+        if out.get(key) is None:
+            out[key] = copy.deepcopy(value)
+        elif isinstance(value, Mapping) and isinstance(out[key], dict):
+            out[key] = merged(out[key], value)
+    return out
+
+
+def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str | None:
+    """Why `require` does not hold, or None where it does. `config` has its defaults filled in."""
+    for field, wanted in require.items():
+        value = _look(config, field)
+        value = None if value is _MISSING else value
+        if isinstance(wanted, Mapping):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < wanted["min"]:
+                return f"{field} is {value!r}, and must be at least {wanted['min']}"
+        else:
+            allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
+            if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
+                listed = " or ".join(repr(item) for item in allowed)
+                return f"{field} is {value!r}, and must be {listed}"
+    return None
+
+
+def _look(config: Mapping[str, Any], path: str) -> Any:
+    node: Any = config
+    for key in path.split("."):
+        if not isinstance(node, Mapping) or key not in node:
+            return _MISSING
+        node = node[key]
+    return node
+
+
+class Config:
+    """One checkpoint's config while `Dims` binds to it: hands out typed values and remembers which fields were read.
+
+    Raises ConfigError naming the field, its value and what to do, for whatever the spec does not describe.
+    """
+
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        *,
+        model_types: Sequence[str],
+        defaults: Mapping[str, Any],
+        require: Mapping[str, Any],
+        ignore: Sequence[str],
+        layers_by: str | None,
+    ) -> None:
+        self.given = dict(raw)
+        self.values = merged(raw, defaults)
+        self.ignore = set(ignore)
+        self.layers_by = layers_by
+        self.read: set[str] = {"model_type", *require}
+        if raw.get("model_type") not in model_types:
+            raise ConfigError(f"model_type is {raw.get('model_type')!r}, and this spec serves {', '.join(model_types)}")
+        reason = broken_fence(self.values, require)
+        if reason is not None:
+            raise ConfigError(f"{reason}: another spec describes that, or none does")
+
+    # ------------------------------------------------------------ values
+
+    # `nonzero` is for what the spec divides by
+
+    def int(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int:
+        """A whole number, not negative: of the first path that is present, else the default."""
+        path, value = self._first(paths, default, nonzero)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a whole number, not negative, of at most 64 bits")
+        return value
+
+    def float(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> float:
+        """A number."""
+        path, value = self._first(paths, default, nonzero)
+        if isinstance(value, bool) or not is_finite(value):
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number")
+        return float(value)
+
+    def flag(self, *paths: str, default: Any = _MISSING) -> bool:
+        """True or false."""
+        path, value = self._first(paths, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path} is {value!r}, and must be true or false")
+        return value
+
+    def number(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int | float:
+        """An operand of arithmetic: a number, or a flag that counts as 0 or 1."""
+        path, value = self._first(paths, default, nonzero)
+        if not is_finite(value):
+            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number, true or false")
+        return int(value) if isinstance(value, bool) else value
+
+    def optional(self, path: str) -> Any:
+        """A value that a schedule reads, None where absent."""
+        self.read.add(path)
+        value = _look(self.values, path)
+        return None if value is _MISSING else value
+
+    def rope(self, path: str, *, types: tuple[str, ...], head_dim: int) -> Rope:
+        """The rotary table of one `rope_parameters` object."""
+        parameters = self.optional(path)
+        if not isinstance(parameters, dict) or not parameters:
+            raise ConfigError(f"{path} is {parameters!r}, and must be an object with at least rope_theta")
+        max_position = self.int("max_position_embeddings", default=0)
+        return Rope.bind(parameters, types=types, head_dim=head_dim, max_position=max_position)
+
+    def schedule(self, layers: int, rules: Sequence[schedules.Rule]) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return schedules.resolve(layers, rules)
+
+    def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
+        path, value = self._present(paths, default)
+        if nonzero and value == 0:
+            raise ConfigError(f"{path} is {value!r}, and the spec divides by it: it must not be 0")
+        return path, value
+
+    def _present(self, paths: Sequence[str], default: Any) -> tuple[str, Any]:
+        found: tuple[str, Any] | None = None
+        for path in paths:
+            self.read.add(path)
+            value = self._layers(path) if path.startswith("layers.") else _look(self.values, path)
+            if found is None and value is not _MISSING and value is not None:
+                found = path, value
+        if found is not None:
+            return found
+        if default is not _MISSING:
+            return paths[0], default
+        raise ConfigError(f"config.json lacks {' and '.join(paths)}, and the spec gives no default")
+
+    def _layers(self, path: str) -> Any:
+        """`layers.VALUE.field`: the field in every layer whose scheduled value is VALUE, which must agree.
+
+        A layer without an override has the top-level value. Absent where there is no `per_layer_config`.
+        """
+        overrides = self.values.get("per_layer_config")
+        _, wanted, field = path.split(".", 2)
+        types = self.values.get(self.layers_by or "")
+        if overrides is None or not isinstance(types, list):
+            return _MISSING
+        if not isinstance(overrides, dict):
+            raise ConfigError(f"per_layer_config is {overrides!r}, and must be an object of layer indices")
+        found: dict[Any, Any] = {}
+        for index in (index for index, value in enumerate(types) if value == wanted):
+            self.read.add(f"per_layer_config.{index}.{field}")
+            found[index] = _look(overrides, f"{index}.{field}")
+            if found[index] is _MISSING:
+                self.read.add(field)
+                found[index] = _look(self.values, field)
+        distinct = {repr(value): value for value in found.values()}
+        if len(distinct) > 1:
+            listed = ", ".join(f"{value!r} in layer {index}" for index, value in found.items())
+            raise ConfigError(f"per_layer_config must give all {wanted} layers one {field}, and gives {listed}")
+        return next(iter(distinct.values()), _MISSING)
+
+    # ------------------------------------------------------------ nothing unread
+
+    def finish(self) -> None:
+        """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore."""
+        unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path)]
+        if quantised := [path for path in unread if path.startswith("quantization_config.")]:
+            raise ConfigError(
+                f"this checkpoint is quantised (config.json has {', '.join(quantised)}), in a way that this spec does not "
+                "describe: write it in 16 or 32 bits first, with transformers' dequantize() and save_pretrained()"
+            )
+        if unread:
+            raise ConfigError(
+                f"config.json has fields that this spec does not read: {', '.join(unread)}. If they do not change the forward "
+                f"pass, list them in the spec's `checkpoint.ignore` or pass LLM(ignore_config={unread!r})"
+            )
+
+    def _accounted(self, path: str) -> bool:
+        parts = path.split(".")
+        prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
+        return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys()))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigError(f"ignore_config is {names!r}, and must be a list of names: [{names!r}]")
+    leaves = [path for path, _ in _leaves(config)]
+    for name in names:
+        if not any(path == name or path.startswith(f"{name}.") for path in leaves):
+            near = get_close_matches(name, leaves, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave it out"
+            raise ConfigError(f"ignore_config names {name!r}, and config.json has no such field; {hint}")
+
+
+def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(node, dict):
+        return [leaf for key, value in node.items() for leaf in _leaves(value, f"{prefix}{key}.")]
+    return [(prefix[:-1], node)]

@@ -1,0 +1,249 @@
+"""A generated package bound to one checkpoint: sizes, storage, layers and the walker that runs them."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State, Step, Weight
+from flexgen.errors import ConfigError
+from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
+from flexgen.runtime.loading.config import check_ignored, normalise, read_config
+from flexgen.runtime.loading.package import Package, choose, load_package
+from flexgen.runtime.transfer import Staging
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+class Model:
+    """One copy of the weights, laid out as transformers lays them out, and the walker that reads them.
+
+    layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
+    load_seconds  how long `load` took
+    mixers    per layer, the entries that keep state; `state` says what each keeps
+    routed    per layer, where its routers leave a token's experts on request, and how many they choose
+    """
+
+    def __init__(
+        self, package: Package, dims: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.package = package
+        self.dims = dims
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.directory: Path | None = None
+        self.report: LoadReport | None = None
+        self.load_seconds = 0.0
+        self.weight_version = 0
+        self.head_dtype: torch.dtype | None = None
+        self.state: dict[str, State] = package.walker.state(dims)
+        self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
+        routes = package.walker.routes(dims)
+        self._check_state()
+        self._check_sizes(routes)
+        self.weights = self._allocate("model")
+        self.layers = [self._allocate(kind) for kind in dims.kinds]
+        self.routed: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
+        for layer, names in zip(self.layers, self.routed, strict=True):
+            layer.__dict__.update(dict.fromkeys(names))
+        run = [package.walker.LAYERS[kind] for kind in dims.kinds]
+        self.walker = package.walker.Walker(dims, self.weights, self.layers, run)
+
+    # ------------------------------------------------------------ construction
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        spec: str | None = None,
+        generated: str | Path | None = None,
+        load_format: str = "auto",
+        ignore_config: Sequence[str] = (),
+        head_dtype: str | torch.dtype | None = None,
+        mamba_ssm_cache_dtype: str = "auto",
+    ) -> Model:
+        """Load a Hugging Face directory. `load_format="dummy"` needs config.json alone and draws random weights.
+
+        `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
+        `mamba_ssm_cache_dtype` is that of recurrent state, where it is not the model's own; `auto` is what the spec says.
+
+        Raises ConfigError, CheckpointError or PackageError for what does not fit.
+        """
+        started = time.perf_counter()
+        if load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
+        directory = Path(path).expanduser()
+        raw = read_config(directory)
+        package = load_package(choose(raw, spec, generated))
+        config = normalise(raw, package.manifest["text_config"])
+        check_ignored(config, ignore_config)
+        dims = package.walker.Dims.from_config(config, tuple(ignore_config))
+        where = _device(device)
+        model = cls(package, dims, config, _dtype(dtype, config, raw), where)
+        model.directory = directory
+        if mamba_ssm_cache_dtype != "auto":
+            model.set_state_dtype(_dtype(mamba_ssm_cache_dtype, config, raw, "mamba_ssm_cache_dtype"))
+        if load_format == "dummy":
+            model._fill_random()
+        else:
+            model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP))
+        if head_dtype is not None:
+            model.set_head_dtype(_dtype(head_dtype, config, raw, "head_dtype"))
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        model.load_seconds = time.perf_counter() - started
+        return model
+
+    def table(self, kind: str) -> list[Weight]:
+        return [weight for rows in self.package.walker.WEIGHTS[kind] for weight in rows(self.dims)]
+
+    @torch.no_grad()
+    def _allocate(self, kind: str) -> Layer:
+        tensors: dict[str, Tensor | None] = {}
+        for weight in self.table(kind):
+            if not weight.present:
+                tensors[weight.role] = None
+            elif weight.same_as is not None:
+                tensors[weight.role] = tensors[weight.same_as]
+            else:
+                dtype = torch.float32 if weight.fp32 else self.dtype
+                tensors[weight.role] = torch.empty(weight.shape, dtype=dtype, device=self.device)
+        return Layer(**tensors)
+
+    def storages(self) -> Iterator[tuple[Layer, Weight, int | None]]:
+        """Every weight that has storage of its own: its layer object, its row of the table, its layer's index."""
+        for weight in self.table("model"):
+            if weight.present and weight.same_as is None:
+                yield self.weights, weight, None
+        for index, (layer, kind) in enumerate(zip(self.layers, self.dims.kinds, strict=True)):
+            for weight in self.table(kind):
+                if weight.present:
+                    yield layer, weight, index
+
+    def _fill(self, checkpoint: Checkpoint) -> LoadReport:
+        staging = Staging(self.device)
+        for layer, weight, index in self.storages():
+            fill(getattr(layer, weight.role), weight, index, checkpoint, staging)
+        for weight in self.table("model"):
+            if weight.same_as is not None:
+                check_tied(getattr(self.weights, weight.role), weight, checkpoint)
+        return checkpoint.finish()
+
+    @torch.no_grad()
+    def _fill_random(self) -> None:
+        """Weights that route like a model: gains 1, matrices N(0, 0.02), routers N(0, 1); the same on every run."""
+        generator = torch.Generator(self.device)
+        for layer, weight, index in self.storages():
+            storage = getattr(layer, weight.role)
+            generator.manual_seed(zlib.crc32(f"{weight.role}.{index}".encode()))
+            if weight.role.endswith("_bias"):
+                storage.zero_()
+            elif storage.dim() < 2:
+                storage.fill_(1.0)
+            else:
+                storage.normal_(0.0, 1.0 if weight.role.endswith("_router") else 0.02, generator=generator)
+
+    def _check_state(self) -> None:
+        earlier: set[str] = set()
+        for index, mixers in enumerate(self.mixers):
+            for entry in mixers:
+                state = self.state[entry]
+                if isinstance(state, Pages) and state.window is not None and state.window < 1:
+                    raise ConfigError(f"{entry} layers have a window of {state.window} tokens, and need at least 1")
+                if isinstance(state, SharedPages) and state.owner not in earlier:
+                    raise ConfigError(
+                        f"layer {index} reads the keys and values of an earlier {state.owner} layer, and there is none; "
+                        "config.json shares too many layers"
+                    )
+            earlier.update(mixers)
+
+    def _check_sizes(self, routes: Mapping[str, Mapping[str, int]]) -> None:
+        for kind in ("model", *dict.fromkeys(self.dims.kinds)):
+            for weight in self.table(kind):
+                if weight.present and min(weight.shape) < 1:
+                    shape = " x ".join(map(str, weight.shape))
+                    raise ConfigError(f"{weight.role} would be {shape} by config.json, and no size may be less than 1")
+            counts = [weight.shape[0] for weight in self.table(kind) if weight.present and weight.layouts]
+            for chosen in routes.get(kind, {}).values():
+                if not 1 <= chosen <= min(counts):
+                    raise ConfigError(
+                        f"{kind} layers send each token to {chosen} of {min(counts)} experts by config.json, and must send "
+                        "it to at least 1 and at most all"
+                    )
+
+    # ------------------------------------------------------------ running
+
+    def make_rope_tables(self, length: int) -> None:
+        """Rotary tables for positions below `length`, shared by all layers of an entry."""
+        tables = self.package.attention.rope_tables(self.dims, length, self.dtype, self.device)
+        for layer, mixers in zip(self.layers, self.mixers, strict=True):
+            for entry in mixers:
+                if entry in tables:
+                    layer.rope_cos, layer.rope_sin = tables[entry]
+
+    @torch.no_grad()
+    def forward(self, ids_T: Tensor, step: Step) -> Tensor:
+        """Token ids (T,) -> hidden states (T, D) after the final norm; writes K/V pages and state."""
+        return self.walker.forward(ids_T, step)
+
+    @torch.no_grad()
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Hidden states (R, D) -> logits (R, V) in the head's dtype, which is the model's unless `head_dtype` says else."""
+        return self.walker.logits(hidden_RD if self.head_dtype is None else hidden_RD.to(self.head_dtype))
+
+    @torch.no_grad()
+    def set_head_dtype(self, dtype: torch.dtype) -> None:
+        """Derive a head of another dtype from the stored one; a tied embedding keeps its own."""
+        if dtype == self.dtype:
+            return
+        head = self.package.walker.HEAD
+        setattr(self.weights, head, getattr(self.weights, head).to(dtype))
+        self.head_dtype = dtype
+
+    def set_state_dtype(self, dtype: torch.dtype) -> None:
+        """Keep recurrent state in `dtype` where the spec gives it one that is not the model's. Before any engine is made."""
+        slots = {name: kept.tensors for name, kept in self.state.items() if isinstance(kept, Slots)}
+        if not any(own for tensors in slots.values() for _, own in tensors.values()):
+            raise ValueError(f"mamba_ssm_cache_dtype={str(dtype).removeprefix('torch.')}: this model keeps no such state")
+        for name, tensors in slots.items():
+            self.state[name] = Slots({key: (shape, own and dtype) for key, (shape, own) in tensors.items()})
+
+
+def _device(wanted: str | torch.device | None) -> torch.device:
+    """The device asked for; a CUDA one if there is any, else the host, where none is."""
+    try:
+        device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch without CUDA
+        raise ValueError(f"device is {wanted!r}, which torch cannot use here: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {wanted!r}, and must be cpu or cuda")
+    return device
+
+
+def _dtype(
+    wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any], what: str = "dtype"
+) -> torch.dtype:
+    """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
+    listed = ", ".join(DTYPES)
+    if wanted == "auto":
+        name = next((c[key] for c in (config, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
+        if name not in DTYPES:
+            raise ConfigError(f"config.json's dtype is {name!r}, and must be one of {listed}; or pass dtype=")
+        return DTYPES[name]
+    if wanted in DTYPES.values():
+        return wanted
+    if wanted not in DTYPES:
+        raise ValueError(f"{what} is {wanted!r}, and must be auto or one of {listed}")
+    return DTYPES[wanted]

@@ -1,0 +1,132 @@
+"""Finds the generated package that serves a checkpoint, and loads it from its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexgen.assets import root
+from flexgen.contract.abi import ABI
+from flexgen.errors import ConfigError, FlexgenError
+from flexgen.runtime.loading.config import broken_fence, merged, normalise
+
+_KEYS = frozenset({"abi", "defaults", "files", "model_types", "name", "require", "source", "text_config"})
+"""What a manifest must say for a package to be chosen and loaded."""
+
+
+class PackageError(FlexgenError):
+    """A generated package that is missing, broken or of another ABI."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A loaded package: its manifest and its three modules."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    walker: types.ModuleType
+    attention: types.ModuleType
+    merge: types.ModuleType
+
+
+def find_packages(folder: Path | None = None) -> dict[str, Path]:
+    """The generated packages below a folder by name; the shipped ones where none is given."""
+    base = folder or root("generated")
+    return {path.parent.name: path.parent for path in sorted(base.glob("*/manifest.json"))}
+
+
+def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Path | None = None) -> Path:
+    """The folder of the one package whose model types and fences hold for a raw config.json.
+
+    `generated` is a package's folder, or a folder of packages; `spec` names one of them.
+    Raises ConfigError listing each candidate with the field that ruled it out.
+    """
+    base = Path(generated) if generated is not None else None
+    if base is not None and (base / "manifest.json").exists():
+        return base
+    packages = find_packages(base)
+    if not packages:
+        raise ConfigError(f"{base or root('generated')} holds no generated packages: run `flexgen build`")
+    if spec is not None:
+        if spec not in packages:
+            raise ConfigError(f"no generated package `{spec}`: run `flexgen build {spec}`; there are {', '.join(packages)}")
+        return packages[spec]
+    reasons = {name: _ruled_out(folder, raw) for name, folder in packages.items()}
+    fitting = [name for name, reason in reasons.items() if reason is None]
+    if len(fitting) == 1:
+        return packages[fitting[0]]
+    if fitting:
+        raise ConfigError(
+            f"several specs describe this checkpoint (model_type {raw.get('model_type')!r}), and no `require` of theirs rules it out: "
+            f"{', '.join(fitting)}; choose one with spec=NAME, or --spec NAME on the command line"
+        )
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    raise ConfigError(f"no spec describes this checkpoint (model_type {raw.get('model_type')!r}):{listed}")
+
+
+def _ruled_out(folder: Path, raw: Mapping[str, Any]) -> str | None:
+    """Why a package does not serve a raw config.json, or None where it does."""
+    try:
+        manifest = read_manifest(folder)
+    except PackageError as error:
+        return str(error)
+    config = normalise(raw, manifest["text_config"])
+    if config.get("model_type") not in manifest["model_types"]:
+        return f"serves model_type {', '.join(manifest['model_types'])}"
+    return broken_fence(merged(config, manifest["defaults"]), manifest["require"])
+
+
+def read_manifest(folder: Path) -> Mapping[str, Any]:
+    """A package's manifest. Raises PackageError where it is missing, broken, or of another ABI."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PackageError(f"{path} is no manifest of a generated package: {error}; run `flexgen build`") from None
+    lacking = _KEYS - manifest.keys() if isinstance(manifest, dict) else _KEYS
+    if lacking:
+        raise PackageError(f"{path} is no manifest: it lacks {', '.join(sorted(lacking))}; run `flexgen build`")
+    if manifest["abi"] != ABI:
+        fix = f"flexgen build {manifest['source']}"
+        raise PackageError(f"{folder} has ABI {manifest['abi']}, and this runtime has {ABI}: run `{fix}`")
+    return manifest
+
+
+def load_package(folder: Path) -> Package:
+    """Import a package from its folder. Warns where a file was edited by hand.
+
+    The module name is made of the path and what the files hold, so a package built anew is not taken for the old one.
+    """
+    folder = folder.resolve()
+    manifest = read_manifest(folder)
+    hashes = {name: _hash(folder / name) for name in manifest["files"]}
+    edited = [str(folder / name) for name, digest in manifest["files"].items() if hashes[name] != digest]
+    if edited:
+        warnings.warn(f"edited by hand since it was generated: {', '.join(edited)}", stacklevel=2)
+    identity = hashlib.sha256(repr((str(folder), sorted(hashes.items()))).encode()).hexdigest()
+    name = f"flexgen_generated_{identity[:12]}_{folder.name}"
+    if name not in sys.modules:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    try:
+        walker, attention, merge = (importlib.import_module(f"{name}.{part}") for part in ("walker", "attention", "merge"))
+    except SyntaxError as error:
+        raise PackageError(f"{error.filename}:{error.lineno}: {error.msg}; mend it, or run `flexgen build`") from None
+    if walker.ABI != ABI:
+        raise PackageError(f"{folder}/walker.py has ABI {walker.ABI}, and this runtime has {ABI}: run `flexgen build`")
+    return Package(folder, manifest, walker, attention, merge)
+
+
+def _hash(path: Path) -> str:
+    if not path.exists():
+        raise PackageError(f"{path} is missing: run `flexgen build`")
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

@@ -1,0 +1,261 @@
+"""Rotary position tables from a checkpoint's `rope_parameters`.
+
+A `Rope` is bound once at load, where every key must be understood, and makes the (positions, d/2) tables that
+`ops.rotate` reads. Values equal transformers' bit for bit, so the formulas keep its order of operations.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen.errors import ConfigError
+
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_NO_EFFECT = frozenset({"mrope_section", "mrope_interleaved"})
+"""Multimodal position streams are equal for text, so recomposing them changes nothing."""
+
+_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "default": frozenset(),
+        "linear": frozenset({"factor"}),
+        "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+        "yarn": frozenset({"factor"}),
+        "proportional": frozenset(),
+    }
+)
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_OPTIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "default": frozenset(),
+        "linear": frozenset(),
+        "llama3": frozenset({"original_max_position_embeddings"}),
+        "yarn": frozenset({"original_max_position_embeddings", *_YARN}),
+        "proportional": frozenset({"factor"}),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One rotary embedding with its numbers bound. Fields that its type does not use keep their defaults.
+
+    partial is the share of the head that turns; original_position the context length of pretraining, in tokens.
+    """
+
+    type: str
+    head_dim: int
+    theta: float
+    partial: float = 1.0
+    factor: float = 1.0
+    original_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @staticmethod
+    def bind(parameters: Mapping[str, Any], *, types: tuple[str, ...], head_dim: int, max_position: int) -> Rope:
+        """The rope of one `rope_parameters` mapping; `types` are those that the spec allows.
+
+        `max_position` (tokens) stands in for an absent `original_max_position_embeddings`.
+        Raises ConfigError for an unknown type, a type outside `types`, and unknown, missing or malformed keys.
+        """
+        kind = _rope_type(parameters, types)
+        _check_keys(kind, parameters)
+        numbers = {key: _number(kind, parameters, key) for key in parameters if key in _NUMERIC}
+        given = {_FIELDS.get(key, key): value for key, value in numbers.items() if value is not None}
+        if "truncate" in parameters:
+            given["truncate"] = _flag(parameters, "truncate")
+        if kind in ("llama3", "yarn"):
+            given.setdefault("original_position", max_position)
+        if kind == "yarn" and "factor" not in given:
+            given["factor"] = max_position / max(given["original_position"], 1)  # one below 1 is refused below
+        rope = Rope(type=kind, head_dim=head_dim, **given)
+        rope._check_values()
+        return rope
+
+    @property
+    def rotary_dim(self) -> int:
+        """d: how many dims of a head the tables turn, at most head_dim."""
+        return self.head_dim if self.type == "proportional" else int(self.head_dim * self.partial)
+
+    def tables(self, length: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (length, d/2): computed in fp32 on `device`, attention factor included, then cast."""
+        frequencies, attention_factor = _FREQUENCIES[self.type](self)
+        positions = torch.arange(length, device=device).float()
+        angles = positions[:, None] * frequencies.to(device)
+        return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
+
+    def _check_values(self) -> None:
+        if not 0 < self.partial <= 1:
+            raise ConfigError(f"rope_parameters.partial_rotary_factor is {self.partial}, allowed is 0 < x <= 1")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ConfigError(
+                f"rope_parameters: partial_rotary_factor {self.partial} of head_dim {self.head_dim} turns "
+                f"{self.rotary_dim} dims; dims turn in pairs, so the number must be even and at least 2"
+            )
+        if self.type == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ConfigError(f"rope_parameters: low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
+        for key in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"rope_parameters: {key} is {getattr(self, key)}, it must be above 0")
+        if self.type == "yarn" and self.theta == 1:
+            raise ConfigError("rope_parameters.rope_theta is 1, and yarn divides by its logarithm")
+        if self.type in ("llama3", "yarn") and self.original_position < 1:
+            raise ConfigError(
+                f"rope_parameters.original_max_position_embeddings is {self.original_position}, it must be at least 1"
+            )
+
+
+_FIELDS = MappingProxyType(
+    {
+        "rope_theta": "theta",
+        "partial_rotary_factor": "partial",
+        "original_max_position_embeddings": "original_position",
+    }
+)
+"""Keys of config.json whose field in `Rope` has another name."""
+
+_NUMERIC = frozenset({"rope_theta", "partial_rotary_factor", *(_REQUIRED["llama3"] | _OPTIONAL["yarn"])}) - {"truncate"}
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a double can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _REQUIRED:
+        raise ConfigError(f"rope_parameters.rope_type is {kind!r}, flexgen knows {_listed(_REQUIRED)}")
+    if parameters.get("type", kind) != kind:
+        raise ConfigError(f"rope_parameters says both rope_type {kind!r} and type {parameters['type']!r}; remove one")
+    if kind not in types:
+        raise ConfigError(
+            f"rope_parameters.rope_type is {kind!r}, this spec allows {_listed(types)}; "
+            f"if the architecture does take {kind}, add it to the rope's types in the spec"
+        )
+    return kind
+
+
+def _check_keys(kind: str, parameters: Mapping[str, Any]) -> None:
+    required = _REQUIRED[kind] | {"rope_theta"}
+    known = required | _OPTIONAL[kind] | _COMMON | _NO_EFFECT
+    if missing := required - parameters.keys():
+        raise ConfigError(f"rope_parameters of type {kind!r} lacks {_listed(missing)}; config.json must give it")
+    if unknown := parameters.keys() - known:
+        raise ConfigError(
+            f"rope_parameters of type {kind!r} has {_listed(unknown)}, which nothing reads; "
+            f"{kind!r} takes {_listed(known - _NO_EFFECT - {'type'})}"
+        )
+
+
+def _number(kind: str, parameters: Mapping[str, Any], key: str) -> float | None:
+    """The number at `key`, or None for a null that means absent: only yarn has those."""
+    value = parameters[key]
+    if value is None and kind == "yarn" and key in ("factor", *_YARN):
+        return None
+    if isinstance(value, bool) or not is_finite(value):
+        raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be a number")
+    return value
+
+
+def _flag(parameters: Mapping[str, Any], key: str) -> bool:
+    value = parameters[key]
+    if not isinstance(value, bool):
+        raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be true or false")
+    return value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+# ---------------------------------------------------------------- frequencies, (d/2,) fp32, and the tables' multiplier
+
+
+def _powers(theta: float, stop: int, dim: int) -> Tensor:
+    """theta ** (2 j / dim) for 2 j < stop."""
+    return theta ** (torch.arange(0, stop, 2, dtype=torch.int64).float() / dim)
+
+
+def _default(rope: Rope) -> tuple[Tensor, float]:
+    return 1.0 / _powers(rope.theta, rope.rotary_dim, rope.rotary_dim), 1.0
+
+
+def _linear(rope: Rope) -> tuple[Tensor, float]:
+    return _default(rope)[0] / rope.factor, 1.0
+
+
+def _proportional(rope: Rope) -> tuple[Tensor, float]:
+    """Full-length tables whose last frequencies are 0: dim j still pairs with dim j + head_dim / 2 (gemma4)."""
+    turning = int(rope.partial * rope.head_dim // 2)
+    frequencies = torch.zeros(rope.head_dim // 2)
+    frequencies[:turning] = 1.0 / _powers(rope.theta, 2 * turning, rope.head_dim)
+    return frequencies / rope.factor, 1.0
+
+
+def _llama3(rope: Rope) -> tuple[Tensor, float]:
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    frequencies, _ = _default(rope)
+    longest = rope.original_position / rope.low_freq_factor
+    shortest = rope.original_position / rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    width = rope.high_freq_factor - rope.low_freq_factor
+    ramp = (rope.original_position / wavelengths - rope.low_freq_factor) / width
+    blended = (1 - ramp) * frequencies / rope.factor + ramp * frequencies
+    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
+    between = (wavelengths >= shortest) & (wavelengths <= longest)
+    return torch.where(between, blended, scaled), 1.0
+
+
+def _yarn(rope: Rope) -> tuple[Tensor, float]:
+    """Interpolated below `low`, kept above `high`, a ramp over dims between (Peng et al. 2023, arXiv:2309.00071)."""
+    dim = rope.rotary_dim
+    powers = _powers(rope.theta, dim, dim)
+    low, high = _yarn_range(rope, dim)
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    keep = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep, _yarn_attention_factor(rope)
+
+
+def _yarn_range(rope: Rope, dim: int) -> tuple[float, float]:
+    """The dims between which the ramp runs: a wave turns beta_fast, beta_slow times in the original context there."""
+
+    def dim_of(turns: float) -> float:
+        return (dim * math.log(rope.original_position / (turns * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1)
+
+
+_FREQUENCIES: Mapping[str, Callable[[Rope], tuple[Tensor, float]]] = MappingProxyType(
+    {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
+)

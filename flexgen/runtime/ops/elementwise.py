@@ -1,0 +1,105 @@
+"""Norms, activations and rotary embedding: the small arithmetic that generated code calls.
+
+Each function repeats a family's exact order of operations and casts, since in bf16 another order is another result.
+Every one traces under `torch.compile(fullgraph=True, dynamic=True)`, and all but `project` are plain torch.
+
+Shape suffixes: T tokens, N heads, H head width. Norms and activations work on the last dim of any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexgen.runtime.ops.operators import operator
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+    }
+)
+
+
+def project(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b, (T, O). Few tokens on CUDA have kernels of their own."""
+    return torch.ops.flexgen.linear(x_TD, weight_OD, bias_O) if x_TD.is_cuda else F.linear(x_TD, weight_OD, bias_O)
+
+
+def _linear_cuda(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    from flexgen.runtime.ops.kernels import linear  # Triton is there where CUDA is
+
+    return (linear.linear if linear.serves(x_TD, weight_OD) else F.linear)(x_TD, weight_OD, bias_O)
+
+
+def _linear_fake(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_TD.new_empty((x_TD.shape[0], weight_OD.shape[0]))
+
+
+def _linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    return F.linear(x_TD, weight_OD, bias_O)
+
+
+operator("linear", cpu=_linear_cpu, cuda=_linear_cuda, fake=_linear_fake)
+
+
+def _normalise(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square on the last dim, in fp32 (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """RMS norm whose product with the gain is fp32, cast once at the end. `gain` None: no gain."""
+    h = _normalise(x, eps)
+    if gain is not None:
+        h = h * gain
+    return h.to(x.dtype)
+
+
+def rms_norm_cast_before(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm cast to x's dtype before the product with the gain (llama, qwen3)."""
+    return gain * _normalise(x, eps).to(x.dtype)
+
+
+def rms_norm_one_plus(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm with a zero-centred gain: the fp32 product with 1 + gain, cast once at the end (qwen3_5)."""
+    return (_normalise(x, eps) * (1.0 + gain.float())).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm with its gain in x's dtype, then times the fp32 silu of z: norm before gate (qwen3_5)."""
+    h = gain * _normalise(x, eps).to(x.dtype)
+    return (h * F.silu(z.float())).to(x.dtype)
+
+
+def rotate(x_TNH: Tensor, cos: Tensor, sin: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotary embedding in the half layout: dim j turns with dim j + d/2 (Su et al. 2021, arXiv:2104.09864).
+
+    cos, sin: (positions, d/2) in x's dtype, as `Rope.tables` makes them. Dims beyond d pass through. Written over whole
+    heads, so that the compiler makes one kernel of it and the norm before it.
+    """
+    half = cos.shape[-1]
+    turned_TNd, rest = x_TNH.split((2 * half, x_TNH.shape[-1] - 2 * half), dim=-1)
+    partner_TNd = turned_TNd.unflatten(-1, (2, half)).flip(-2).flatten(-2)
+    sign_d = torch.where(torch.arange(2 * half, device=sin.device) < half, -1, 1).to(sin.dtype)
+    cos_T1d, sin_T1d = (table[positions_T].repeat(1, 2).unsqueeze(1) for table in (cos, sin))
+    turned_TNd = turned_TNd * cos_T1d + partner_TNd * (sin_T1d * sign_d)
+    return turned_TNd if rest.shape[-1] == 0 else torch.cat((turned_TNd, rest), dim=-1)
+
+
+def softcap(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap); a cap of None or 0 is off."""
+    return torch.tanh(x / cap) * cap if cap else x
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The number as the model's dtype holds it, for scales that a family keeps as a tensor of that dtype."""
+    return float(torch.tensor(value, dtype=dtype))

@@ -1,0 +1,66 @@
+"""Every spec decodes through all Triton kernels together, on a host through Triton's interpreter, as transformers does.
+
+The interpreter must be chosen before Triton is first imported, so one test runs this file again in a process of its own.
+There the operators' implementations for CUDA serve tensors on the host.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_under_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-q", __file__]
+        result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+else:
+    from flexgen.runtime.ops import operators
+
+    kernels_of = {}
+
+    def on_host(name, *, cpu, cuda, fake, mutates=()):
+        kernels_of[name] = cuda
+        as_defined(name, cpu=cpu, cuda=cuda, fake=fake, mutates=mutates)
+
+    as_defined, operators.operator = operators.operator, on_host
+    from flexgen import LLM, SamplingParams
+    from flexgen.contract.abi import PAD_SLOT
+    from flexgen.runtime.execution import step as runner
+    from flexgen.runtime.execution import tables as slots
+    from flexgen.runtime.execution import tables_kernel as slot_kernels
+    from flexgen.runtime.ops import elementwise as ops
+    from flexgen.runtime.ops import experts as moe
+    from flexgen.runtime.ops.kernels import linear
+    from flexgen.runtime.sampling import kernel as sampling
+
+    for name, cuda in kernels_of.items():
+        operators._LIBRARY.impl(name, cuda, "CPU", allow_override=True)
+    ops.project = lambda x_TD, weight_OD, bias_O=None: torch.ops.flexgen.linear(x_TD, weight_OD, bias_O)
+    linear.serves = lambda x_TD, weight_OD: x_TD.shape[0] <= 64
+    moe._takes_reference = lambda x_TD: False
+    moe.BACKENDS = ((lambda x_TD, weights: True, moe.routed),)
+    runner._last_stage = lambda device: sampling.finish
+    slots.rows, slots.places = slot_kernels.rows, slot_kernels.places
+    slots.advance = lambda *tables: slot_kernels.advance(*tables, PAD_SLOT)
+
+    from tiny import SPECS, expected, prompt, saved
+
+    @pytest.mark.parametrize("spec", SPECS)
+    def test_greedy_tokens_are_those_of_transformers(spec):
+        """One row, then rows of different lengths, through prompts and decode."""
+        reference, folder = saved(spec)
+        sizes = {"max_model_len": 32, "max_num_seqs": 2, "block_size": 8, "num_gpu_blocks_override": 20}
+        llm = LLM(str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **sizes)
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        for prompts in ([prompt(1)], [prompt(9), prompt(2)]):
+            for ids, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+                tokens = output.outputs[0].token_ids
+                logits = expected(reference, ids + tokens[:-1])
+                assert tokens == logits[len(ids) - 1 :].argmax(-1).tolist()
