@@ -26,7 +26,7 @@ FLOORS = (
 
 COMPILER = (("errors", "assets"), ("contract",), ("spec",), ("ir",), ("render",), ("compiler",), ("diff",), ("new", "explain"))
 TORCH_FREE = {room for floor in COMPILER for room in floor} - {"new"}
-RUNS_WITHOUT = {"pydantic", "jinja2", "yaml", "flexgen.spec", "flexgen.ir", "flexgen.render", "flexgen.compiler"}
+RUNS_WITHOUT = {"pydantic", "yaml", "flexgen.spec", "flexgen.ir", "flexgen.render", "flexgen.compiler"}
 
 
 def imports(path):
