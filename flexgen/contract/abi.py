@@ -128,10 +128,12 @@ class PageStep:
 
     slots_T   (T,) int64: page * S + offset, where each token's key and value go
     table_RB  (R, B) int32: the pages of each request row in order; entries that hold nothing are PAD_PAGE
+    split     (numbers,) int32: how decode's keys are split among a GPU's programs; None on a host, or where attention plans it
     """
 
     slots_T: Tensor
     table_RB: Tensor
+    split: Tensor | None = None
 
 
 @dataclass

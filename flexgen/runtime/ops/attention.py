@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.contract.abi import Layer, PageStep, Step
+from flexgen.contract.abi import Layer, Pages, PageStep, Step
 from flexgen.runtime.ops.elementwise import softcap as cap_scores
 from flexgen.runtime.ops.operators import operator
 
@@ -55,12 +55,24 @@ def attend(
         pages.table_RB,
         step.starts_R,
         step.lengths_R,
+        pages.split,
+        sinks,
         scale,
         window,
-        sinks,
         softcap,
         softmax_fp32,
     )
+
+
+def plan_split(lengths_R: Tensor, table_RB: Tensor, page_size: int, pages: Pages, dtype: torch.dtype) -> Tensor | None:
+    """How the keys of a decode step are split among programs (`PageStep.split`); None where nothing is split: on a host."""
+    if not lengths_R.is_cuda:
+        return None
+    from flexgen.runtime.ops.kernels import paged_decode  # Triton is there where CUDA is
+
+    keys, size = table_RB.shape[1] * page_size, (pages.kv_heads, pages.head_dim, dtype.itemsize)
+    split = paged_decode.Split.of(len(lengths_R), keys, *size, pages.window, lengths_R.device)
+    return paged_decode.plan(lengths_R, split, pages.window)
 
 
 @dataclass(frozen=True)
@@ -127,9 +139,9 @@ CPU_BACKENDS = (
 )
 """The first that serves is taken; in 16 bits only the reference rounds where transformers does.
 
-On CUDA one Triton kernel (`kernels/paged_attention.py`) serves all: FlexAttention reached 2.1 of 4.15 TB/s in decode,
-takes no group of heads that is not a power of two (pytorch#151359), and its FLASH backend breaks sinks
-(pytorch#181645).
+On CUDA Triton kernels serve all, `kernels/paged_decode.py` decode steps and `kernels/paged_attention.py` the rest:
+FlexAttention reached 2.1 of 4.15 TB/s in decode, takes no group of heads that is not a power of two (pytorch#151359), and
+its FLASH backend breaks sinks (pytorch#181645).
 """
 
 
@@ -176,46 +188,52 @@ def attend_rows(
     return o_TNH
 
 
-def _attend_cpu(
-    q_TNH: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table_RB: Tensor,
-    starts_R: Tensor,
-    lengths_R: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    softmax_fp32: bool,
-) -> Tensor:
-    scoring = Scoring(scale, window, sinks, softcap, softmax_fp32)
-    return attend_rows(choose(q_TNH.dtype, scoring), q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, scoring)
+@dataclass(frozen=True)
+class Keys:
+    """Where the keys and values of a step's rows lie; all but the pools are as in `PageStep` and `Step`."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    table_RB: Tensor
+    starts_R: Tensor
+    lengths_R: Tensor
+    split: Tensor | None
 
 
-def _attend_fake(q_TNH: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(q_TNH)
+def _attend_cpu(q_TNH: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
+    pools = (keys.k_pages, keys.v_pages, keys.table_RB, keys.starts_R, keys.lengths_R)
+    return attend_rows(choose(q_TNH.dtype, scoring), q_TNH, *pools, scoring)
 
 
-def _attend_cuda(
-    q_TNH: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table_RB: Tensor,
-    starts_R: Tensor,
-    lengths_R: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    softmax_fp32: bool,
-) -> Tensor:
-    """The kernel's softmax is fp32 throughout, which is at least as exact as what `softmax_fp32=False` asks."""
-    from flexgen.runtime.ops.kernels import paged_attention  # Triton is there where CUDA is
+def _attend_cuda(q_TNH: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
+    """The kernels' softmax is fp32 throughout, which is at least as exact as what `softmax_fp32=False` asks."""
+    from flexgen.runtime.ops.kernels import paged_attention, paged_decode  # Triton is there where CUDA is
 
-    return paged_attention.attend(
-        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, scale, window, sinks, softcap
-    )
+    is_decode = len(q_TNH) == len(keys.table_RB)
+    return (paged_decode if is_decode else paged_attention).attend(q_TNH, keys, scoring)
 
 
-operator("attend", cpu=_attend_cpu, cuda=_attend_cuda, fake=_attend_fake)
+def _on(run: Callable[[Tensor, Keys, Scoring], Tensor]) -> Callable[..., Tensor]:
+    """`run` as an operator, whose arguments are tensors and numbers."""
+
+    def attend(
+        q_TNH: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        table_RB: Tensor,
+        starts_R: Tensor,
+        lengths_R: Tensor,
+        split: Tensor | None,
+        sinks: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        softmax_fp32: bool,
+    ) -> Tensor:
+        keys = Keys(k_pages, v_pages, table_RB, starts_R, lengths_R, split)
+        return run(q_TNH, keys, Scoring(scale, window, sinks, softcap, softmax_fp32))
+
+    return attend
+
+
+operator("attend", cpu=_on(_attend_cpu), cuda=_on(_attend_cuda), fake=_on(lambda q_TNH, *_: torch.empty_like(q_TNH)))

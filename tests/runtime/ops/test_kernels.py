@@ -55,25 +55,14 @@ else:
     dot, InterpreterBuilder.create_dot = InterpreterBuilder.create_dot, dot_of_values
 
     def attend(requests, scale, *, splits=None, sinks=None, softcap=None, q=None):
-        step = requests.step
+        """By the kernel that serves steps of any kind."""
+        step, layer = requests.step, requests.layer
         q = torch.cat(requests.queries) if q is None else q
-        arguments = (q, requests.layer.k_pages, requests.table, requests.window)
-        launch = paged_attention.Launch.of(*arguments)
+        launch = paged_attention.Launch.of(q, layer.k_pages, requests.table, requests.window)
         if splits is not None:
             launch = paged_attention.Launch(**{**vars(launch), "splits": splits, "least": 1})
-        return paged_attention.attend(
-            q,
-            requests.layer.k_pages,
-            requests.layer.v_pages,
-            requests.table,
-            step.starts_R,
-            step.lengths_R,
-            scale,
-            requests.window,
-            sinks,
-            softcap,
-            launch,
-        )
+        keys = attention.Keys(layer.k_pages, layer.v_pages, requests.table, step.starts_R, step.lengths_R, None)
+        return paged_attention.attend(q, keys, attention.Scoring(scale, requests.window, sinks, softcap, True), launch)
 
     def expect(requests, scale, sinks=None, softcap=None):
         scoring, step = attention.Scoring(scale, requests.window, sinks, softcap, True), requests.step

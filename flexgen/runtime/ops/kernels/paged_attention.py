@@ -1,4 +1,4 @@
-"""Attention over paged keys and values in Triton: decode, prefill and both mixed, by one kernel.
+"""Attention of a step with prompts over paged keys and values, in Triton; `paged_decode` serves steps of one token a row.
 
 A program takes BLOCK_Q neighbouring queries of one row with all query heads of one key/value head, packed into the rows
 of a matrix product (FlashAttention's online softmax: Dao et al. 2022, arXiv:2205.14135). Where programs are few, each is
@@ -11,6 +11,7 @@ Shape suffixes: T tokens, N query heads, K key/value heads, H head width, P page
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,6 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen.runtime.ops.kernels.launch import CHAIN, arrivals, await_previous, processors
+
+if TYPE_CHECKING:
+    from flexgen.runtime.ops.attention import Keys, Scoring
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -41,19 +45,17 @@ def _row_of_block(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, 
 
 
 @triton.jit
-def _queries(starts, rows, block, DECODE: tl.constexpr, BLOCK_Q: tl.constexpr):  # noqa: ANN001, ANN202
+def _queries(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, ANN202
     """Of a query block: its row, the row's first token and number of tokens, and the block's first one among them."""
-    row, start, count, first = block, block, 1, 0
-    if not DECODE:
-        row = _row_of_block(starts, rows, block, BLOCK_Q)
-        start = tl.load(starts + row)
-        count = tl.load(starts + row + 1) - start
-        first = (block - (start // BLOCK_Q + row)) * BLOCK_Q
+    row = _row_of_block(starts, rows, block, BLOCK_Q)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    first = (block - (start // BLOCK_Q + row)) * BLOCK_Q
     return row, start, count, first
 
 
 @triton.jit
-def _scores(q_mh, k_nh, scale, key, position, live, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # noqa: ANN001, ANN202
+def masked_scores(q_mh, k_nh, scale, key, position, live, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # noqa: ANN001, ANN201
     """Logits to base 2 of each query and key, -inf where the key is not visible."""
     scores = tl.dot(q_mh, tl.trans(k_nh), input_precision="ieee") * scale
     if SOFTCAP > 0:
@@ -94,12 +96,12 @@ def _attend_kernel(  # noqa: ANN202
     rows, tokens, splits, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     await_previous()
-    row, start, count, first = _queries(starts, rows, block, DECODE, BLOCK_Q)
+    row, start, count, first = _queries(starts, rows, block, BLOCK_Q)
     if first >= count:
         return
     length = tl.load(lengths + row)
@@ -142,7 +144,7 @@ def _attend_kernel(  # noqa: ANN202
         at = page * page_p + (key % PAGE) * page_s + kv_head * page_k
         mask = live[:, None] & (h < WIDTH)[None, :]
         k_nh = tl.load(k_pages + at[:, None] + h[None, :], mask=mask, other=0.0)
-        scores = _scores(q_mh, k_nh, scale, key, position, live, WINDOW, SOFTCAP)
+        scores = masked_scores(q_mh, k_nh, scale, key, position, live, WINDOW, SOFTCAP)
         new_best = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - safe[:, None])
@@ -201,12 +203,9 @@ class Launch:
         rows, group = table_RB.shape[0], heads // kv_heads
         block_h = max(16, triton.next_power_of_2(width))
         block_n = min(128, max(16, _TILE_BYTES // (block_h * k_pages.element_size())))
-        if tokens == rows:
-            block_m, block_q, blocks, warps = max(16, triton.next_power_of_2(group)), 1, rows, 4
-        else:
-            block_m = max(min(128, max(16, 16384 // block_h)), triton.next_power_of_2(group))
-            block_q = block_m // group
-            blocks, warps = tokens // block_q + rows, 8 if block_m * block_h >= 16384 else 4
+        block_m = max(min(128, max(16, 16384 // block_h)), triton.next_power_of_2(group))
+        block_q = block_m // group
+        blocks, warps = tokens // block_q + rows, 8 if block_m * block_h >= 16384 else 4
         most_keys = table_RB.shape[1] * page_size
         if window is not None:
             most_keys = min(most_keys, window + block_q)
@@ -215,27 +214,16 @@ class Launch:
         return Launch(block_m, block_q, block_n, block_h, blocks, splits, warps)
 
 
-def attend(
-    q_TNH: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table_RB: Tensor,
-    starts_R: Tensor,
-    lengths_R: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    launch: Launch | None = None,
-) -> Tensor:
+def attend(q_TNH: Tensor, keys: Keys, scoring: Scoring, launch: Launch | None = None) -> Tensor:
     """What `attention.attend` promises, (T, N, H); fp32 softmax and sums. `launch` overrides the sizes, for tuning."""
+    k_pages, v_pages, table_RB, window = keys.k_pages, keys.v_pages, keys.table_RB, scoring.window
     if q_TNH.stride(-1) != 1:
         q_TNH = q_TNH.contiguous()
     assert k_pages.stride() == v_pages.stride() and k_pages.stride(-1) == 1
     launch = launch or Launch.of(q_TNH, k_pages, table_RB, window)
     tokens, heads, width = q_TNH.shape
-    kv_heads, rows, decode = k_pages.shape[2], table_RB.shape[0], tokens == table_RB.shape[0]
-    out = (torch.empty if decode else torch.zeros)(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    kv_heads, rows = k_pages.shape[2], table_RB.shape[0]
+    out = torch.zeros(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     if launch.splits > 1:
         part_out = q_TNH.new_empty((launch.splits, tokens, heads, width), dtype=torch.float32)
         part_max, part_sum = (part_out.new_empty(part_out.shape[:-1]) for _ in range(2))
@@ -244,11 +232,11 @@ def attend(
     counts = arrivals(q_TNH.device)
     assert launch.splits == 1 or launch.blocks * kv_heads <= len(counts)
     _attend_kernel[(launch.blocks, kv_heads, launch.splits)](
-        q_TNH, k_pages, v_pages, table_RB, starts_R, lengths_R, out if sinks is None else sinks, out,
-        part_out, part_max, part_sum, counts, rows, tokens, launch.splits, scale,
+        q_TNH, k_pages, v_pages, table_RB, keys.starts_R, keys.lengths_R, out if scoring.sinks is None else scoring.sinks, out,
+        part_out, part_max, part_sum, counts, rows, tokens, launch.splits, scoring.scale,
         q_TNH.stride(0), q_TNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0),
-        HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=k_pages.shape[1], WINDOW=window or 0, SOFTCAP=softcap or 0.0,
-        SINKS=sinks is not None, DECODE=decode, SPLIT=launch.splits > 1, LEAST=launch.least,
+        HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=k_pages.shape[1], WINDOW=window or 0,
+        SOFTCAP=scoring.softcap or 0.0, SINKS=scoring.sinks is not None, SPLIT=launch.splits > 1, LEAST=launch.least,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
         num_warps=launch.warps, num_stages=3, **CHAIN,
     )  # fmt: skip
