@@ -40,9 +40,8 @@ def answers(llm, prompts, params=GREEDY):
 def capture(llm, sizes):
     """Decode in graphs, which on a host hold the code itself, over layers compiled as for a device."""
     compile_layers(llm.model, "aot_eager")
-    runner = llm.llm_engine.runner
-    host_graphs(runner, sizes)
-    runner._mark = mark_sizes
+    host_graphs(llm.llm_engine, sizes)
+    llm.llm_engine.runner.step.mark = mark_sizes
 
 
 @pytest.mark.parametrize("spec, captured", [*((spec, False) for spec in SPECS), ("gpt_oss", True), ("qwen3_moe", True)])

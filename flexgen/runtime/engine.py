@@ -19,7 +19,11 @@ import numpy as np
 import torch
 
 from flexgen.errors import FlexgenError
-from flexgen.runtime.execution.step import InFlight, PromptScores, Routes, Runner
+from flexgen.runtime.execution import start
+from flexgen.runtime.execution.prompt_scores import PromptScores
+from flexgen.runtime.execution.runner import InFlight, Routes, Runner
+from flexgen.runtime.execution.step import DeviceStep
+from flexgen.runtime.execution.tables import SlotTables
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.requests.outputs import Logprob, TokenLogprobs
 from flexgen.runtime.requests.params import SamplingParams
@@ -28,6 +32,7 @@ from flexgen.runtime.requests.rules import HostRules, bad_word_ids
 from flexgen.runtime.requests.stops import Detokenizer, StopRules
 from flexgen.runtime.requests.structured import GrammarCompiler
 from flexgen.runtime.requests.tokens import Tokens
+from flexgen.runtime.sampling.sampler import SamplingTables
 from flexgen.runtime.scheduling.metrics import Metrics
 from flexgen.runtime.scheduling.pages import PageTables
 from flexgen.runtime.scheduling.pools import Cache, has_recurrent_state, page_groups
@@ -72,10 +77,8 @@ class Engine:
         windows = [group.geometry.window for group in groups]
         self.tables = PageTables(pages, windows, options.block_size, self.prefix_caching)
         self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics)
-        raw = options.logprobs_mode == "raw_logprobs"
         model.make_rope_tables(options.max_model_len)
-        chunk = options.max_num_batched_tokens
-        self.runner = Runner(model, self.cache, options.max_model_len, chunk, tokens.vocab, raw)
+        self.runner = Runner(self._device_step())
         self.startup = {"load": model.load_seconds, "compile": 0.0, "capture": 0.0}
         if model.device.type == "cuda" and not options.enforce_eager:
             self._prepare_decode()
@@ -84,6 +87,14 @@ class Engine:
         self._arrivals = 0
         self._flight: InFlight | None = None
         self._grammars: GrammarCompiler | None = None
+
+    def _device_step(self) -> DeviceStep:
+        options, model = self.options, self.model
+        blocks = self.tables.blocks(options.max_model_len)
+        slots = SlotTables(options.max_num_seqs, len(self.cache.groups), blocks, model.device)
+        sampling = SamplingTables(options.max_num_seqs, model.dims.vocab, model.device)
+        raw = options.logprobs_mode == "raw_logprobs"
+        return DeviceStep(model, self.cache, slots, sampling, self.tokens.vocab, raw)
 
     def _prepare_decode(self) -> None:
         """Compile and capture, and print how long each took."""
@@ -96,11 +107,12 @@ class Engine:
         print(f"flexgen start-up: {phases}", file=sys.stderr, flush=True)
 
     def _compile(self) -> None:
-        options = self.options
-        self.runner.compile(options.max_num_seqs, () if options.lazy_capture else options.capture_sizes)
+        sizes = () if self.options.lazy_capture else self.options.capture_sizes
+        start.compile_step(self.runner.step, self.options, sizes)
 
     def _capture(self) -> None:
-        self.runner.capture(self.options.capture_sizes, at_start=not self.options.lazy_capture)
+        sizes, at_start = self.options.capture_sizes, not self.options.lazy_capture
+        self.runner.graphs = start.capture(self.runner.step, self.options, sizes, at_start)
 
     # ------------------------------------------------------------ requests in
 

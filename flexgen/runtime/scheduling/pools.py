@@ -6,7 +6,7 @@ Layers of one (kv_heads, head_dim, window) form a page group. Each of its layers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -149,6 +149,17 @@ class Cache:
         for layers in self.states.values():
             for state in (state for layer in layers for state in layer):
                 state.index_fill_(0, slots, 0)
+
+    def keep_state(self, slots: Tensor) -> Callable[[], None]:
+        """A function that puts the recurrent state of `slots` (int64) back to what it is now, of which it holds a copy."""
+        states = [state for layers in self.states.values() for layer in layers for state in layer]
+        kept = [state[slots] for state in states]
+
+        def restore() -> None:
+            for state, before in zip(states, kept):
+                state[slots] = before
+
+        return restore
 
 
 def state_bytes(model: Any) -> int:

@@ -32,13 +32,12 @@ else:
     as_defined, operators.operator = operators.operator, on_host
     from flexgen import LLM, SamplingParams
     from flexgen.contract.abi import PAD_SLOT
-    from flexgen.runtime.execution import step as runner
-    from flexgen.runtime.execution import tables as slots
-    from flexgen.runtime.execution import tables_kernel as slot_kernels
+    from flexgen.runtime.execution import tables_kernel
+    from flexgen.runtime.execution.tables import SlotTables
     from flexgen.runtime.ops import elementwise as ops
     from flexgen.runtime.ops import experts as moe
     from flexgen.runtime.ops.kernels import linear
-    from flexgen.runtime.sampling import kernel as sampling
+    from flexgen.runtime.sampling import kernel, sampler
 
     for name, cuda in kernels_of.items():
         operators._LIBRARY.impl(name, cuda, "CPU", allow_override=True)
@@ -46,9 +45,14 @@ else:
     linear.serves = lambda x_TD, weight_OD: x_TD.shape[0] <= 64
     moe._takes_reference = lambda x_TD: False
     moe.BACKENDS = ((lambda x_TD, weights: True, moe.routed),)
-    runner._last_stage = lambda device: sampling.finish
-    slots.rows, slots.places = slot_kernels.rows, slot_kernels.places
-    slots.advance = lambda *tables: slot_kernels.advance(*tables, PAD_SLOT)
+    sampler.finish_on = lambda device: kernel.finish
+    SlotTables.rows = lambda mine, slots: tables_kernel.rows(slots, mine.last_S, mine.length_S)
+    SlotTables.places = lambda mine, slots, group, size: tables_kernel.places(
+        slots, mine.length_S, mine.blocks_SB[group], size
+    )
+    SlotTables.advance = lambda mine, slots, tokens: tables_kernel.advance(
+        slots, tokens, mine.last_S, mine.length_S, PAD_SLOT
+    )
 
     from tiny import SPECS, expected, prompt, saved
 
