@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from torch import Tensor
 
 from flexgen.runtime.execution.step import DeviceStep
+from flexgen.runtime.requests.outputs import token_logprobs
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.sampling.sampler import NEVER, Sampled, describe
 from flexgen.runtime.scheduling.scheduler import Row
@@ -24,6 +26,15 @@ class PromptScores:
     request: Request
     position: int
     values: Download
+
+    def hand_over(self, decode: Callable[[int], str | None]) -> None:
+        """Give the request its scores, once they have arrived. What a preemption repeats is known already."""
+        request, wanted = self.request, self.request.params.prompt_logprobs
+        *columns, top_ids, top_logprobs = self.values.read()
+        tops = repeat(((), ())) if top_ids is None else zip(top_ids, top_logprobs)
+        for position, (chosen, top) in enumerate(zip(zip(*columns), tops), start=self.position):
+            if position == len(request.prompt_logprobs):
+                request.prompt_logprobs.append(token_logprobs(chosen, top, wanted, decode))
 
 
 def score_prompts(step: DeviceStep, rows: Sequence[Row], hidden_TD: Tensor) -> list[PromptScores]:

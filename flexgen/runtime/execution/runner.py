@@ -29,6 +29,13 @@ class Routes:
     rows: list[Row]
     values: Download
 
+    def hand_over(self) -> None:
+        """Give the requests that asked for them their experts, once they have arrived."""
+        (values,) = self.values.wait()
+        for row, experts in zip(self.rows, values.split([row.count for row in self.rows])):
+            if row.request.routes is not None:
+                row.request.take_routes(row.start, experts.numpy())
+
 
 @dataclass
 class InFlight:

@@ -1,11 +1,13 @@
 """What happens to a step before the first request: layers and kernels are compiled, and graphs captured.
 
-The engine calls `compile_step` and `capture` once each, on a CUDA device. Triton compiles a kernel when it is first
+The engine calls `start` once, on a CUDA device. Triton compiles a kernel when it is first
 launched; `rehearse` launches all that steps need, in a thread of its own while the layers are compiled.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -32,6 +34,20 @@ _TYPICAL_ROWS = 16
 
 _SHORT_PROMPT, _LONG_PROMPT = 4, 64
 """Tokens of prompts that are rehearsed."""
+
+
+def start(step: DeviceStep, options: EngineOptions, seconds: dict[str, float]) -> Graphs:
+    """Compile and capture, and print how long each phase took; `seconds` has those before, and takes these."""
+    sizes, begun = options.capture_sizes, time.perf_counter()
+    compile_step(step, options, () if options.lazy_capture else sizes)
+    torch.cuda.synchronize(step.device)
+    seconds["compile"], begun = time.perf_counter() - begun, time.perf_counter()
+    graphs = capture(step, options, sizes, at_start=not options.lazy_capture)
+    torch.cuda.synchronize(step.device)
+    seconds["capture"] = time.perf_counter() - begun
+    phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items())
+    print(f"flexgen start-up: {phases}", file=sys.stderr, flush=True)
+    return graphs
 
 
 @torch.no_grad()

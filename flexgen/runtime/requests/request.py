@@ -110,6 +110,22 @@ class Request:
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
+    def take(self, token: int, logprob: float, listed: TokenLogprobs | None) -> None:
+        """Append one confirmed token, and end where it says so. `listed`: what is returned of its position."""
+        self.tokens.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(listed)
+            self.cumulative_logprob += logprob
+        ending = self.stops.by_token(token, self.produced)
+        if self.rules is not None:
+            self.rules.accept(token)
+            if ending is None and self.rules.complete:
+                ending = ("stop", None)
+        if ending is not None:
+            self.finish(*ending)
+        if self.stops.strings:
+            self.check_stop_strings()
+
     def take_routes(self, start: int, routes: np.ndarray) -> None:
         """Keep the experts (tokens, routers, K) of positions from `start` on; what a preemption repeats is known."""
         stop = start + len(routes)

@@ -128,6 +128,17 @@ class PageTables:
             return self.blocks(tokens)
         return min(self.blocks(tokens), self.blocks(window - 1 + chunk) + 1)
 
+    def check_fits(self, prompt: int, new: int, chunk: int) -> None:
+        """Raise where a request of `prompt` tokens and up to `new` more would not fit into empty pools."""
+        for group, pool in enumerate(self.pools):
+            needed = self.most_blocks(group, prompt + new - 1, chunk)  # the last token is never written
+            if needed > pool.pages:
+                raise ValueError(
+                    f"{prompt} prompt tokens and up to {new} new ones take {needed} blocks of {self.block_size} tokens, "
+                    f"and there are {pool.pages} in all; lower max_tokens or raise num_gpu_blocks_override or "
+                    "gpu_memory_utilization"
+                )
+
     def begin(self, request: Request, root: bytes) -> None:
         """Empty tables for a request that enters; its cached prefix is found under `root`."""
         request.pages = [[] for _ in self.pools]

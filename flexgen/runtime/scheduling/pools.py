@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexgen.contract.abi import Pages, SharedPages, Slots, State
+from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State
+from flexgen.runtime.served import ServedModel
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Cache:
 
     def __init__(
         self,
-        model: Any,
+        model: ServedModel,
         groups: Sequence[PageGroup],
         pages: Sequence[int],
         block_size: int,
@@ -94,14 +94,14 @@ class Cache:
             self._bind_slots(model)
             self._bind_routed(model, routed_tokens)
 
-    def _bind_pages(self, model: Any, group: PageGroup, pages: int) -> None:
+    def _bind_pages(self, model: ServedModel, group: PageGroup, pages: int) -> None:
         shape = (pages + 1, self.block_size, group.geometry.kv_heads, group.geometry.head_dim)
         for index in group.layers:
             model.layers[index].k_pages = torch.zeros(shape, dtype=self.dtype, device=self.device)
             model.layers[index].v_pages = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def _bind_shared(self, model: Any) -> None:
-        last: dict[str, Any] = {}
+    def _bind_shared(self, model: ServedModel) -> None:
+        last: dict[str, Layer] = {}
         for layer, names in zip(model.layers, model.mixers):
             for name in names:
                 kept = model.state[name]
@@ -110,7 +110,7 @@ class Cache:
                 elif isinstance(kept, SharedPages):
                     layer.k_pages, layer.v_pages = last[kept.owner].k_pages, last[kept.owner].v_pages
 
-    def _bind_slots(self, model: Any) -> None:
+    def _bind_slots(self, model: ServedModel) -> None:
         for layer, names in zip(model.layers, model.mixers):
             for name in names:
                 if not isinstance(model.state[name], Slots):
@@ -122,7 +122,7 @@ class Cache:
                 layer.__dict__.update(made)
                 self.states.setdefault(name, []).append(list(made.values()))
 
-    def _bind_routed(self, model: Any, tokens: int) -> None:
+    def _bind_routed(self, model: ServedModel, tokens: int) -> None:
         routers = [(layer, name, k) for layer, names in zip(model.layers, model.routed) for name, k in names.items()]
         self.routed = None
         if tokens and routers:
@@ -130,6 +130,11 @@ class Cache:
             self.routed = torch.full(shape, -1, dtype=torch.int16, device=self.device)
         for index, (layer, name, k) in enumerate(routers):
             setattr(layer, name, None if self.routed is None else self.routed[index, :, :k])
+
+    @property
+    def routed_shape(self) -> tuple[int, int] | None:
+        """(routers, experts of each) that are recorded of a token, or None where none are."""
+        return None if self.routed is None else (self.routed.shape[0], self.routed.shape[2])
 
     def slot_bytes(self, entry: str) -> int:
         """Bytes of recurrent state that one slot takes over all layers with `entry`."""
@@ -162,7 +167,7 @@ class Cache:
         return restore
 
 
-def state_bytes(model: Any) -> int:
+def state_bytes(model: ServedModel) -> int:
     """Bytes of recurrent state that one slot takes over all layers."""
     entries = [model.state[name] for names in model.mixers for name in names]
     tensors = [tensor for kept in entries if isinstance(kept, Slots) for tensor in kept.tensors.values()]

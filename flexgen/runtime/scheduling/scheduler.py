@@ -39,6 +39,12 @@ class StepPlan:
     def decode_only(self) -> bool:
         return all(row.decodes for row in self.rows)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of its tokens are prompt tokens."""
+        in_prompt = [row for row in self.rows if row.start < len(row.request.prompt)]
+        return sum(min(row.count, len(row.request.prompt) - row.start) for row in in_prompt)
+
 
 class Scheduler:
     """Waiting and running requests. Both lists are kept in order of arrival."""
