@@ -22,7 +22,7 @@ from flexgen.runtime.execution.packed import Piece, Shape
 from flexgen.runtime.execution.regional import compile_layers, mark_sizes, prepare, unrelated_sizes
 from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.loading.model import Model
-from flexgen.runtime.ops.experts import ROUTED_TOKENS
+from flexgen.runtime.ops.expert_backends import ROUTED_TOKENS
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.sampling.sampler import Features
 

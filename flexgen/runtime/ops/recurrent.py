@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen.contract.abi import Step
 from flexgen.runtime.ops.elementwise import ACTIVATIONS
-from flexgen.runtime.ops.operators import operator
+from flexgen.runtime.ops.library import define_op
 
 CHUNK = 64
 """Tokens that the chunked rule takes at once."""
@@ -70,7 +70,7 @@ def _causal_conv_fake(u_TC: Tensor, *_: object) -> Tensor:
     return u_TC.new_empty(u_TC.shape)
 
 
-operator("causal_conv", cpu=_causal_conv_cpu, cuda=_causal_conv_cuda, fake=_causal_conv_fake, mutates=("state",))
+define_op("causal_conv", cpu=_causal_conv_cpu, cuda=_causal_conv_cuda, fake=_causal_conv_fake, mutates=("state",))
 
 
 def delta_rule(
@@ -125,7 +125,7 @@ def _delta_rule_cuda(
     return delta_step(*inputs, state_R) if decode else delta_prefill(*inputs, starts_R, state_R)
 
 
-operator("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
+define_op("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
 
 
 def _unit_heads(q_THk: Tensor, k_THk: Tensor, value_heads: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 from flexgen import LLM, SamplingParams
 from flexgen.runtime.execution import regional, start
 from flexgen.runtime.execution.regional import compile_layers
-from flexgen.runtime.ops import experts as moe
+from flexgen.runtime.ops import expert_backends as moe
+from flexgen.runtime.ops import experts
 from flexgen.runtime.options import EngineOptions
 
 LENGTHS = (1, 40, 2, 17, 1, 33)
@@ -78,7 +79,7 @@ def test_experts_that_change_with_the_number_of_tokens_take_no_more_variants(spe
     used = set()
     noted = lambda name: lambda *call: used.add(name) or moe.each(*call)
     few = lambda x_TD, weights: x_TD.shape[0] <= moe.ROUTED_TOKENS
-    monkeypatch.setattr(moe, "_takes_reference", lambda x_TD: False)
+    monkeypatch.setattr(experts, "_takes_reference", lambda x_TD: False)
     monkeypatch.setattr(moe, "BACKENDS", ((few, noted("few")), (lambda x_TD, weights: True, noted("many"))))
     folder, prompts = saved(spec)[1], [prompt(length, seed=length) for length in (60, 1, 61, 59, 50, 58, 3)]
     sizes = {"max_num_seqs": 7, "num_gpu_blocks_override": 70, "max_model_len": 70}
