@@ -1,4 +1,4 @@
-"""A model without an engine: pools big enough for everything, and steps made by hand."""
+"""A model without an engine: pools big enough for everything, and steps made by hand. For `verify` and for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Harness:
     read of what was never written. The routers leave the experts of a step's first `routed_tokens` tokens.
     """
 
-    def __init__(self, model: Model, rows: int, length: int, page_size: int = 8, routed_tokens: int = 0) -> None:
+    def __init__(
+        self, model: Model, rows: int = 4, length: int = 128, page_size: int = 8, routed_tokens: int = 0
+    ) -> None:
         self.model, self.page_size = model, page_size
         blocks = -(-length // page_size)
         groups = page_groups(model.mixers, model.state)
