@@ -100,7 +100,7 @@ def test_experts_arrive_with_the_end_of_a_stream_and_stop_with_the_answer():
 
 def test_off_is_free_and_asking_for_what_is_not_there_says_why():
     llm = engine("qwen3_moe", enable_return_routed_experts=False)
-    assert llm.llm_engine.cache.routed is None
+    assert llm.llm_engine.cache.recorded is None
     assert answers(llm, [[1, 2]])[0].routed_experts is None
     with pytest.raises(ValueError, match="LLM\\(enable_return_routed_experts=True\\)"):
         answers(llm, [[1, 2]], SamplingParams(return_routed_experts=True))

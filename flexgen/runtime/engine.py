@@ -24,7 +24,7 @@ from flexgen.runtime.requests.request import Request, RequestGroup
 from flexgen.runtime.requests.tokens import Tokens
 from flexgen.runtime.sampling.sampler import SamplingTables
 from flexgen.runtime.scheduling.metrics import Metrics
-from flexgen.runtime.scheduling.pages import PageTables
+from flexgen.runtime.scheduling.pages import BlockTables
 from flexgen.runtime.scheduling.pools import Cache, has_recurrent_state, page_groups
 from flexgen.runtime.scheduling.scheduler import Scheduler, StepPlan
 from flexgen.runtime.scheduling.sizing import size_pools
@@ -59,10 +59,10 @@ class Engine:
         self.prefix_caching = _prefix_caching(model, options)
         self.cache = _cache(model, options)
         windows = [group.geometry.window for group in self.cache.groups]
-        self.tables = PageTables(self.cache.pages, windows, options.block_size, self.prefix_caching)
+        self.tables = BlockTables(self.cache.pages, windows, options.block_size, self.prefix_caching)
         self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics)
         self.admission = Admission(
-            tokens, options, model.dims.vocab, any(model.routed), self.cache.routed_shape, self.tables.check_fits
+            tokens, options, model.dims.vocab, any(model.routers), self.cache.recorded_shape, self.tables.check_fits
         )
         model.make_rope_tables(options.max_model_len)
         self.runner = Runner(_device_step(model, self.cache, tokens.vocab, options))
@@ -236,7 +236,7 @@ def _cache(model: ServedModel, options: EngineOptions) -> Cache:
     groups = page_groups(model.mixers, model.state)
     pages = size_pools(model, groups, options)
     routed_tokens = options.max_num_batched_tokens + 1 if options.enable_return_routed_experts else 0
-    if routed_tokens and not any(model.routed):
+    if routed_tokens and not any(model.routers):
         raise ValueError("enable_return_routed_experts=True, and this model has no routed experts; leave it out")
     return Cache(model, groups, pages, options.block_size, options.max_num_seqs, routed_tokens)
 

@@ -24,7 +24,7 @@ class ServedModel(Protocol):
     config     config.json as one flat mapping of the text model
     layers     one `Layer` a layer, to which the engine binds pages and state; `weights` is what lies outside of layers
     mixers     per layer, the entries that keep state; `state` says what each keeps
-    routed     per layer, where its routers leave a token's experts on request, and how many they choose
+    routers    per layer, where each router leaves a token's experts on request, and how many it chooses
     head_dtype that of logits, where it is not the model's
     weight_version  rises with every update of the weights
     """
@@ -40,7 +40,7 @@ class ServedModel(Protocol):
     layers: list[Layer]
     mixers: list[tuple[str, ...]]
     state: dict[str, State]
-    routed: list[dict[str, int]]
+    routers: list[dict[str, int]]
 
     @property
     def dims(self) -> Dims: ...

@@ -60,9 +60,9 @@ class Harness:
 
     def routed(self, tokens: int) -> Tensor:
         """Experts (tokens, routers, K) of the last step's first tokens, each router's in ascending order."""
-        if self.cache.routed is None:
+        if self.cache.recorded is None:
             return torch.empty(tokens, 0, 0)
-        return self.cache.routed[:, :tokens].transpose(0, 1).long().sort().values
+        return self.cache.recorded[:, :tokens].transpose(0, 1).long().sort().values
 
     def feed(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Run the next step -> logits (t, V) of the tokens fed to each row."""

@@ -1,4 +1,4 @@
-"""Regional compilation: one compiled function a layer kind, reused at every depth and batch size.
+"""Regional compilation: one compiled function a layer kind, reused at every depth and batch size. `start` compiles with it.
 
 A layer function sees tensors, numbers and plain attributes, never its index, so all layers of a kind share one piece of
 compiled code. Sizes that change from step to step (tokens, rows, blocks of a table) are symbols in it; a step of one token

@@ -106,7 +106,7 @@ class Runner:
         if all(row.request.routes is None for row in rows):
             return None
         tokens = sum(row.count for row in rows)
-        return Routes(list(rows), Download((self.step.cache.routed[:, :tokens].transpose(0, 1).contiguous(),)))
+        return Routes(list(rows), Download((self.step.cache.recorded[:, :tokens].transpose(0, 1).contiguous(),)))
 
     def _decode_slots(self, rows: Sequence[Row]) -> Tensor:
         """The slots of a decode batch that no graph serves; uploaded only when the batch is another one."""

@@ -1,7 +1,7 @@
 """What happens to a step before the first request: layers and kernels are compiled, and graphs captured.
 
-The engine calls `start` once, on a CUDA device. Triton compiles a kernel when it is first
-launched; `rehearse` launches all that steps need, in a thread of its own while the layers are compiled.
+The engine calls `start` once, on a CUDA device. Triton compiles a kernel when it is first launched; `rehearse` launches all
+that steps need, in a thread of its own while the layers are compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -61,7 +62,7 @@ def compile_step(step: DeviceStep, options: EngineOptions, sizes: Sequence[int])
         prepare()  # it also says where kernels are cached, before the first is
     with ThreadPoolExecutor(1) as other:
         kernels = other.submit(rehearse, of_each_kind(step), sizes, prompts, torch.is_inference_mode_enabled())
-        compile_layers(step.model)
+        compile_layers(cast(Model, step.model))  # one without a package is never compiled
         step.mark = mark_sizes
         with unrelated_sizes():
             for rows in (1, max(2, min(_TYPICAL_ROWS, options.max_num_seqs))):
@@ -86,7 +87,7 @@ def captured_shapes(step: DeviceStep, options: EngineOptions) -> list[Shape]:
     but bf16, waits for the device.
     """
     tokens, rows = options.max_num_batched_tokens, options.max_num_seqs
-    if any(step.model.routed) and step.model.dtype != torch.bfloat16:
+    if any(step.model.routers) and step.model.dtype != torch.bfloat16:
         tokens = min(tokens, ROUTED_TOKENS)
     return packed_shapes(tokens, rows if step.recurrent else max(rows, 4), options.block_size)
 
@@ -104,7 +105,7 @@ def rehearsed_prompts(step: DeviceStep, options: EngineOptions) -> list[tuple[in
 
 def of_each_kind(step: DeviceStep) -> DeviceStep:
     """A step over the same tables whose model is cut down to the first layer of each kind, as it is written."""
-    model: Model = step.model
+    model = cast(Model, step.model)
     small, walker = copy(model), model.package.walker
     firsts = {kind: model.dims.kinds.index(kind) for kind in dict.fromkeys(model.dims.kinds)}
     layers, run = [model.layers[index] for index in firsts.values()], [walker.LAYERS[kind] for kind in firsts]

@@ -60,12 +60,12 @@ class DeviceStep:
 
     def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
-        ids_R, positions_R, *of_rows = self.tables.rows(slots_R)
+        ids_R, positions_R, rows_R, starts_R, lengths_R = self.tables.rows(slots_R)
         pages = {}
         for index, group in enumerate(self.cache.groups):
             table_RB, places_R = self.tables.places(slots_R, index, self.cache.block_size)
             pages.update(dict.fromkeys(group.entries, PageStep(places_R, table_RB)))
-        step = Step(positions_R, *of_rows, pages, slots_R if self.recurrent else None)
+        step = Step(positions_R, rows_R, starts_R, lengths_R, pages, slots_R if self.recurrent else None)
         return self.model.logits(self.model.forward(ids_R, self.mark(step)))
 
     def packed_logits(self, packed: Packed) -> Tensor:

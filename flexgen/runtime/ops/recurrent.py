@@ -1,4 +1,5 @@
-"""The recurrent mixer of the gated delta net (Yang et al. 2024, arXiv:2412.06464): its short convolution and its rule.
+"""The recurrent mixer of the gated delta net (Yang et al. 2024, arXiv:2412.06464): its short convolution and its rule, as generated
+code calls them.
 
 Rows address their state by slot. A step reads a row's state, runs the row's tokens and writes the state back; rows
 never see each other, and a slot that no row names is neither read nor written. Slot 0 serves the padding rows, whose results

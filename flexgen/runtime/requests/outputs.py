@@ -1,4 +1,4 @@
-"""What a request returns, shaped as vLLM's outputs."""
+"""What a request returns, shaped as vLLM's outputs. Requests make them, callers read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits to tokens and logprobs, in the order of vLLM's V1 sampler, one row a request.
+"""Logits to tokens and logprobs, in the order of vLLM's V1 sampler, one row a request. `DeviceStep.draw` calls `sample`.
 
 fp32 logits -> bias and masks -> penalties -> temperature -> min_p -> top_k -> top_p -> one log-softmax, which the draw and
 the returned logprobs share. Parameters lie in device tables indexed by slot, so a step is described by its slots alone.

@@ -1,4 +1,4 @@
-"""Which page holds which tokens: pools, block tables, the prefix cache. Host side only; tensors live in `cache`.
+"""Which page holds which tokens: pools, block tables, the prefix cache. The scheduler asks; the tensors are `pools`' affair.
 
 A page group has its own pool and one block table a request; `block_size` is the same in all groups, so one chain of hashes
 over token blocks names a block in every pool. Page 0 is the pad page and never handed out.
@@ -107,7 +107,7 @@ def block_hashes(known: Sequence[bytes], root: bytes, tokens: Sequence[int], blo
     return fresh
 
 
-class PageTables:
+class BlockTables:
     """The block tables of all requests over all groups. `windows[g]` is None where group g keeps every token."""
 
     def __init__(self, pages: Sequence[int], windows: Sequence[int | None], block_size: int, prefix_caching: bool) -> None:

@@ -1,4 +1,4 @@
-"""How many pages the pools of an engine get: one tested function derives each group's number from the full group's."""
+"""How many pages the pools of an engine get, which asks when it is made: memory decides the full group's, and that the others'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Activations inside Triton kernels, by the names of `elementwise.ACTIVATIONS`, and the gate of experts."""
+"""Activations inside Triton kernels, by the names of `elementwise.ACTIVATIONS`, and the gate of experts.
+
+Kernels of experts and of the short convolution call them.
+"""
 
 from __future__ import annotations
 
