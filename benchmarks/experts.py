@@ -15,19 +15,20 @@ from pathlib import Path
 import torch
 from timing import read_bandwidth, seconds
 
-from flexgen.runtime.ops import experts as moe
+from flexgen.runtime.ops import expert_backends as moe
+from flexgen.runtime.ops.experts import top_k
 
 TOKENS = [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096]
 ROUTE_SETS = 4
 
 
-def make_weights(count: int, width: int, inner: int, layout: str, device: torch.device) -> moe.Weights:
+def make_weights(count: int, width: int, inner: int, layout: str, device: torch.device) -> moe.ExpertWeights:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = [(count, 2 * inner, width), (count, width, inner)]
     if layout == "in_out":
         shapes = [(count, width, 2 * inner), (count, inner, width)]
     gate_up, down = (torch.randn(shape, device=device, dtype=dtype) * 0.02 for shape in shapes)
-    return moe.Weights(gate_up, down, layout, interleaved=layout == "in_out")
+    return moe.ExpertWeights(gate_up, down, layout, interleaved=layout == "in_out")
 
 
 def backends(device: torch.device, tokens: int) -> dict[str, tuple[moe.Backend, bool]]:
@@ -38,13 +39,13 @@ def backends(device: torch.device, tokens: int) -> dict[str, tuple[moe.Backend, 
     return found
 
 
-def measure(weights: moe.Weights, tokens: int, k: int, bandwidth: float) -> list[dict]:
+def measure(weights: moe.ExpertWeights, tokens: int, k: int, bandwidth: float) -> list[dict]:
     """One row a backend: milliseconds, distinct experts touched, share of the bandwidth."""
     device, (count, *_), gate = weights.gate_up.device, weights.gate_up.shape, moe.Gate()
     width = weights.down.shape[1 if weights.layout == "out_in" else 2]
     inputs = []
     for _ in range(ROUTE_SETS):
-        _, experts = moe.top_k(torch.randn(tokens, count, device=device).softmax(-1), k)
+        _, experts = top_k(torch.randn(tokens, count, device=device).softmax(-1), k)
         inputs.append((torch.randn(tokens, width, device=device).to(weights.gate_up.dtype), experts))
     touched = sum(len(experts.unique()) for _, experts in inputs) / ROUTE_SETS
     one_expert = weights.gate_up[0].nbytes + weights.down[0].nbytes

@@ -21,7 +21,8 @@ from timing import seconds
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND
 from flexgen.runtime.ops import attention, recurrent
-from flexgen.runtime.ops import experts as moe
+from flexgen.runtime.ops import expert_backends as moe
+from flexgen.runtime.ops.experts import top_k
 from flexgen.runtime.ops.kernels import paged_attention
 from flexgen.runtime.ops.kernels.delta_rule import delta_step
 from flexgen.runtime.ops.kernels.experts import route_outputs
@@ -108,7 +109,7 @@ EXPERTS = [
 TOKENS = [1, 2, 8, 16, 32, 48, 64, 128, 256]
 
 
-def expert_weights(count, width, inner, layout, interleaved, biased) -> moe.Weights:
+def expert_weights(count, width, inner, layout, interleaved, biased) -> moe.ExpertWeights:
     shapes = [(count, 2 * inner, width), (count, width, inner)]
     if layout == "in_out":
         shapes = [(count, width, 2 * inner), (count, inner, width)]
@@ -116,21 +117,21 @@ def expert_weights(count, width, inner, layout, interleaved, biased) -> moe.Weig
     biases = [None, None]
     if biased:
         biases = [torch.randn(count, size, device=DEVICE).bfloat16() for size in (2 * inner, width)]
-    return moe.Weights(gate_up, down, layout, interleaved, *biases)
+    return moe.ExpertWeights(gate_up, down, layout, interleaved, *biases)
 
 
-def moe_layer(x, weights_TK, experts_TK, *, weights: moe.Weights, gate: moe.Gate) -> torch.Tensor:
-    return (route_outputs(x, experts_TK, **weights.flat(gate)) * weights_TK[..., None]).float().sum(1)
+def moe_layer(x, weights_TK, experts_TK, *, weights: moe.ExpertWeights, gate: moe.Gate) -> torch.Tensor:
+    return (route_outputs(x, experts_TK, weights, gate) * weights_TK[..., None]).float().sum(1)
 
 
 def expert_cases() -> Iterator[dict]:
     for name, count, k, width, inner, layout, interleaved, biased, gate in EXPERTS:
         weights = expert_weights(count, width, inner, layout, interleaved, biased)
-        wide = moe.Weights(*(x.float() if isinstance(x, torch.Tensor) else x for x in vars(weights).values()))
+        wide = moe.ExpertWeights(*(x.float() if isinstance(x, torch.Tensor) else x for x in vars(weights).values()))
         for tokens in TOKENS:
             sets = []
             for _ in range(DATA_SETS):
-                routes = moe.top_k(torch.randn(tokens, count, device=DEVICE).softmax(-1), k)
+                routes = top_k(torch.randn(tokens, count, device=DEVICE).softmax(-1), k)
                 sets.append((torch.randn(tokens, width, device=DEVICE).bfloat16(), *routes))
             x, *routes = sets[0]
             run = partial(moe_layer, weights=weights, gate=gate)

@@ -44,7 +44,7 @@ def test_routers_choose_as_transformers_do(spec, case, tmp_path):
     chosen = torch.stack([call.output[-1].view(length, k) for call in calls.values()])
     harness = Harness(Model.load(tmp_path, dtype="float32", device="cpu"), 1, length, routed_tokens=length)
     logits = harness.feed({0: tokens})[0]
-    assert torch.equal(harness.cache.routed[:, :length].long(), chosen)
+    assert torch.equal(harness.cache.recorded[:, :length].long(), chosen)
     assert (logits - wanted).abs().max() < (1e-3 if spec == "qwen3_5_moe" else 1e-4)
     if k == 1:
         assert all(len(of_router.unique()) == 1 for of_router in chosen)

@@ -13,7 +13,7 @@ FLOORS = (
     ("errors", "assets"),
     ("contract",),
     ("runtime.ladder", "runtime.transfer", "runtime.garbage"),
-    ("runtime.options",),
+    ("runtime.options", "runtime.served"),
     ("runtime.ops", "runtime.requests"),
     ("runtime.sampling", "runtime.loading", "runtime.scheduling"),
     ("runtime.execution",),

@@ -113,9 +113,8 @@ def test_nan_in_pad_and_free_slots_and_pages_changes_nothing(spec, captured):
     """Before each step, whatever no running request owns is NaN; captured steps have five padding rows or more."""
     alone, llm = expected(spec), engine(spec, max_num_seqs=3, max_num_batched_tokens=24)
     engine_, (pool,) = llm.llm_engine, llm.llm_engine.tables.pools
-    runner = engine_.runner
     if captured:
-        host_graphs(runner, [8])
+        host_graphs(engine_, [8])
     groups = [engine_.add(str(i), tokens, GREEDY) for i, tokens in enumerate(PROMPTS)]
     paged = [pages for layer in llm.model.layers for pages in (getattr(layer, "k_pages", None), getattr(layer, "v_pages", None))]
     while engine_.unfinished:

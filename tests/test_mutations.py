@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Bench, expected, prompt, reference, tiny_config
+from tiny import expected, prompt, reference, tiny_config
 
 from flexgen.assets import root
 from flexgen.ir.resolve import resolve
@@ -18,6 +18,7 @@ from flexgen.render.render import render
 from flexgen.runtime.loading.checkpoint import CheckpointError
 from flexgen.runtime.loading.model import Model
 from flexgen.spec.load import parse_spec
+from flexgen.verify.harness import Harness
 
 ATTENTION_NORM = ", {norm: rms, weight: post_attention_layernorm}]"
 ONE_NORM = "[{norm: rms, weight: pre_feedforward_layernorm}, mlp, {norm: rms, weight: post_feedforward_layernorm}]"
@@ -77,7 +78,7 @@ def load(folder: Path, package: Path) -> Model:
 @pytest.mark.parametrize("spec", ["gemma4_dense", "gemma4_e", "gemma4_moe"])
 def test_the_whole_spec_has_parity(spec):
     oracle, folder = saved(spec)
-    got = Bench(load(folder, root("generated") / spec)).run({0: prompt(40)})[0]
+    got = Harness(load(folder, root("generated") / spec)).feed({0: prompt(40)})[0]
     assert (got - expected(oracle, prompt(40))).abs().max() < 1e-4
 
 
@@ -103,7 +104,7 @@ def test_leaving_a_term_out_breaks_parity(name, tmp_path):
             except CheckpointError as error:
                 assert "lacks" in str(error)  # the mutated spec needs a tensor that no such checkpoint has
                 return
-    got = Bench(model).run({0: tokens})[0]
+    got = Harness(model).feed({0: tokens})[0]
     assert not (got - expected(oracle, tokens)).abs().max() < 1e-3
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import SPECS, Bench, expected, prompt, saved
+from tiny import SPECS, expected, prompt, saved
 
 from flexgen.runtime.loading.model import Model
+from flexgen.verify.harness import Harness
 
 TOLERANCE = {"qwen3_5": 1e-3, "qwen3_5_moe": 1e-3}
 """The delta rule: transformers' chunked form and a recurrence differ by this much."""
@@ -22,19 +23,19 @@ def test_logits_equal_transformers(spec):
     wanted = expected(reference, tokens)
     tolerance = TOLERANCE.get(spec, 1e-4)
 
-    whole = Bench(model).run({0: tokens})[0]
+    whole = Harness(model, page_size=16).feed({0: tokens})[0]
     assert (whole - wanted).abs().max() < tolerance
 
-    bench = Bench(model, page=8)
-    chunks = [bench.run({1: tokens[a:b]})[1] for a, b in ((0, 1), (1, 17), (17, 20), (20, 40))]
+    harness = Harness(model, page_size=8)
+    chunks = [harness.feed({1: tokens[a:b]})[1] for a, b in ((0, 1), (1, 17), (17, 20), (20, 40))]
     assert (torch.cat(chunks) - wanted).abs().max() < tolerance
 
-    bench = Bench(model, page=8)
+    harness = Harness(model, page_size=8)
     other = prompt(23, seed=9)
     wanted_other = expected(reference, other)
-    bench.run({0: tokens[:30], 2: other[:13]})
+    harness.feed({0: tokens[:30], 2: other[:13]})
     for i in range(10):
-        got = bench.run({2: other[13 + i : 14 + i], 0: tokens[30 + i : 31 + i]})
+        got = harness.feed({2: other[13 + i : 14 + i], 0: tokens[30 + i : 31 + i]})
         assert (got[0][0] - wanted[30 + i]).abs().max() < tolerance
         assert (got[2][0] - wanted_other[13 + i]).abs().max() < tolerance
 
@@ -43,7 +44,7 @@ def test_fp32_head_on_request():
     _, folder = saved("llama")
     rounded, exact = (Model.load(folder, dtype="bfloat16", device="cpu", head_dtype=d) for d in (None, "float32"))
     tokens = prompt(12)
-    got = [Bench(model).run({0: tokens})[0] for model in (rounded, exact)]
+    got = [Harness(model, page_size=16).feed({0: tokens})[0] for model in (rounded, exact)]
     assert [logits.dtype for logits in got] == [torch.bfloat16, torch.float32]
     assert not torch.equal(got[0].float(), got[1])
     assert (got[0].float() - got[1]).abs().max() < 0.25

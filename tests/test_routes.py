@@ -40,9 +40,8 @@ def answers(llm, prompts, params=GREEDY):
 def capture(llm, sizes):
     """Decode in graphs, which on a host hold the code itself, over layers compiled as for a device."""
     compile_layers(llm.model, "aot_eager")
-    runner = llm.llm_engine.runner
-    host_graphs(runner, sizes)
-    runner._mark = mark_sizes
+    host_graphs(llm.llm_engine, sizes)
+    llm.llm_engine.runner.step.mark = mark_sizes
 
 
 @pytest.mark.parametrize("spec, captured", [*((spec, False) for spec in SPECS), ("gpt_oss", True), ("qwen3_moe", True)])
@@ -101,7 +100,7 @@ def test_experts_arrive_with_the_end_of_a_stream_and_stop_with_the_answer():
 
 def test_off_is_free_and_asking_for_what_is_not_there_says_why():
     llm = engine("qwen3_moe", enable_return_routed_experts=False)
-    assert llm.llm_engine.cache.routed is None
+    assert llm.llm_engine.cache.recorded is None
     assert answers(llm, [[1, 2]])[0].routed_experts is None
     with pytest.raises(ValueError, match="LLM\\(enable_return_routed_experts=True\\)"):
         answers(llm, [[1, 2]], SamplingParams(return_routed_experts=True))

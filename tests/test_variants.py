@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import Bench, dump, expected, prompt, reference, tiny_config
+from tiny import dump, expected, prompt, reference, tiny_config
 
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.config import normalise
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.package import choose, find_packages, load_package
+from flexgen.verify.harness import Harness
 
 ROPE = {"rope_theta": 10000.0}
 SLIDE, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -66,8 +67,8 @@ def test_logits_equal_transformers(name, tmp_path):
     assert model.package.folder.name == spec
     tokens = prompt(40, seed=5)
     wanted = expected(oracle, tokens)
-    bench = Bench(model, page=16)
-    got = torch.cat([bench.run({3: tokens[a:b]})[3] for a, b in ((0, 16), (16, 31), (31, 39), (39, 40))])
+    harness = Harness(model, page_size=16)
+    got = torch.cat([harness.feed({3: tokens[a:b]})[3] for a, b in ((0, 16), (16, 31), (31, 39), (39, 40))])
     assert (got - wanted).abs().max() < (1e-3 if spec.startswith("qwen3_5") else 1e-4)
 
 

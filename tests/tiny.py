@@ -1,4 +1,6 @@
-"""Tiny models of every spec, made by transformers with every tensor random, and steps by hand: `verify`'s, for tests.
+"""Tiny models of every spec, made by transformers with every tensor random, saved once a process and shared by the tests.
+
+Steps by hand are `flexgen.verify.harness`, which tests use as `verify` does.
 
 Importing this needs neither pydantic nor transformers, so that a machine with a GPU can run checkpoints made elsewhere.
 """
@@ -15,13 +17,11 @@ from typing import Any
 import torch
 
 from flexgen.assets import root
-from flexgen.runtime.loading.model import Model
-from flexgen.verify.harness import Harness
 from flexgen.verify.reference import logits as expected
 from flexgen.verify.reference import save
 from flexgen.verify.reference import tiny as reference
 
-__all__ = ["SPECS", "Bench", "dump", "expected", "prompt", "reference", "saved", "tiny_config"]
+__all__ = ["SPECS", "dump", "expected", "prompt", "reference", "saved", "tiny_config"]
 
 SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
 
@@ -41,15 +41,6 @@ def saved(spec: str) -> tuple[Any, Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"flexgen-{spec}-"))
     save(model, folder)
     return model, folder
-
-
-class Bench(Harness):
-    """The harness with room for most tests."""
-
-    def __init__(self, model: Model, rows: int = 4, length: int = 128, page: int = 16) -> None:
-        super().__init__(model, rows, length, page)
-
-    run = Harness.feed
 
 
 def prompt(length: int, seed: int = 7) -> list[int]:

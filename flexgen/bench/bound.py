@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from flexgen.contract.abi import Pages, SharedPages
+from flexgen.runtime.loading.model import Model
 from flexgen.runtime.scheduling.pools import state_bytes
 
 H200_BYTES_PER_SECOND = 4.15e12
@@ -26,7 +26,7 @@ class StepBytes:
         return self.dense + self.experts + self.pages + self.state
 
 
-def step_bytes(model: Any, rows: int, context: float, experts_touched: float | None) -> StepBytes:
+def step_bytes(model: Model, rows: int, context: float, experts_touched: float | None) -> StepBytes:
     """What a step of `rows` requests of `context` tokens each must read.
 
     experts_touched  distinct experts of one layer that the step's tokens go to, on average over layers; None without

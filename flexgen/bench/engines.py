@@ -79,7 +79,7 @@ class Flexgen:
 
     def _probe_routes(self, most: int) -> Tensor | None:
         """Experts of a few uncaptured decode steps, (requests, steps, routers, K); None for a model without experts."""
-        if not any(self.model.routed):
+        if not any(self.model.routers):
             return None
         params = DECODE.params()
         params.max_tokens = _PROBE_TOKENS

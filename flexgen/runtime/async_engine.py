@@ -11,9 +11,10 @@ from typing import Any
 
 from flexgen.errors import FlexgenError
 from flexgen.runtime.engine import Engine
-from flexgen.runtime.llm import LLM, Prompt, parse_prompt
+from flexgen.runtime.llm import LLM
 from flexgen.runtime.requests.outputs import RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.prompts import Prompt, parse_prompt
 from flexgen.runtime.requests.request import RequestGroup
 
 

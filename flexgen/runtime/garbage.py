@@ -1,4 +1,7 @@
-"""Python's garbage collector while an engine runs: a search of all old objects takes as long as many steps."""
+"""Python's garbage collector while an engine runs: a search of all old objects takes as long as many steps.
+
+`LLM.generate` holds it back while it drives one.
+"""
 
 from __future__ import annotations
 

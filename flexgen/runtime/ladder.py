@@ -1,4 +1,4 @@
-"""The batch sizes that decode steps are padded to."""
+"""The batch sizes that decode steps are padded to, where an engine's options name none."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,17 +18,11 @@ from flexgen.runtime.garbage import few_collections
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests.outputs import RequestOutput
-from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind
+from flexgen.runtime.requests.prompts import Params, Prompt, params_list, parse_prompt, prompt_list
 from flexgen.runtime.requests.request import RequestGroup
 from flexgen.runtime.requests.tokens import Tokens
-
-if TYPE_CHECKING:
-    import torch
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
-
-Params = SamplingParams | Sequence[SamplingParams]
+from flexgen.runtime.served import ServedModel
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
@@ -54,7 +48,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Any,
+        model: str | os.PathLike[str] | ServedModel,
         *,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
@@ -197,8 +191,8 @@ class LLM:
         """Queue every prompt, or raise for the first that cannot be served and queue none."""
         if lora_request is not None:
             raise NotImplementedError("lora_request is not supported yet")
-        parsed = [self._parse(prompt) for prompt in _prompt_list(prompts)]
-        params = _params_list(sampling_params, len(parsed), self.llm_engine.check_params)
+        parsed = [parse_prompt(prompt, self.llm_engine.tokens) for prompt in prompt_list(prompts)]
+        params = params_list(sampling_params, len(parsed), self.llm_engine.admission.check_params)
         groups: list[RequestGroup] = []
         complete = False
         try:
@@ -211,58 +205,9 @@ class LLM:
                 self._abort_all(groups)
         return groups
 
-    def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        return parse_prompt(prompt, self.llm_engine.tokens)
-
     def _abort_all(self, groups: Sequence[RequestGroup]) -> None:
         for group in groups:
             self.llm_engine.abort(group)
-
-
-def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[int]]:
-    """(text or None, token ids) of a prompt in any of its forms."""
-    if isinstance(prompt, str):
-        return prompt, tokens.encode(prompt)
-    if isinstance(prompt, Mapping):
-        known = {"prompt", "prompt_token_ids"}
-        if extra := [key for key in prompt if key not in known and prompt[key] is not None]:
-            raise NotImplementedError(f"a prompt's {', '.join(map(repr, extra))} is not supported")
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is None and ids is None:
-            raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-        if text is not None and not isinstance(text, str):
-            raise _no_prompt(text)
-        return text, tokens.encode(text) if ids is None else ids
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
-        raise _no_prompt(prompt)
-    return None, prompt
-
-
-def _no_prompt(given: Any) -> TypeError:
-    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {given!r}")
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise _no_prompt(prompts)
-    prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
-
-
-def _params_list(
-    params: Params | None, count: int, check: Callable[[SamplingParams], SamplingParams]
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [check(params)] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise TypeError(f"sampling_params is one SamplingParams, or a list with one for each prompt; got {params!r}")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each")
-    return list(map(check, params))
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -277,7 +222,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
             raise TypeError(f"LLM has no argument {name!r}; {hint}docs/parameters.md lists those it has")
 
 
-def _load(model: Any, loading: Mapping[str, Any]) -> Any:
+def _load(model: str | os.PathLike[str] | ServedModel, loading: Mapping[str, Any]) -> ServedModel:
     if not isinstance(model, str | os.PathLike):
         if not hasattr(model, "dims"):
             raise TypeError(f"model is the directory of a checkpoint, or a loaded Model; got {model!r}")
@@ -289,7 +234,7 @@ def _load(model: Any, loading: Mapping[str, Any]) -> Any:
     return Model.load(Path(model), **loading)
 
 
-def _max_model_len(model: Any, wanted: int | None) -> int:
+def _max_model_len(model: ServedModel, wanted: int | None) -> int:
     longest = model.config.get("max_position_embeddings")
     if wanted is None and longest is None:
         raise ConfigError("config.json has no max_position_embeddings; give LLM(max_model_len=...)")

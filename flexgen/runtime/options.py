@@ -1,4 +1,4 @@
-"""Sizes and switches of one engine."""
+"""Sizes and switches of one engine: what `LLM` passes on of its arguments, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of an engine's pages and state, how it started, and what of it runs captured, as text."""
+"""The memory of an engine's pages and state, how it started, and what of it runs captured, as text: `LLM.report`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def memory_report(engine: Engine) -> str:
             f"recurrent state, {entry}: {layers} layers, {cache.slots} slots, {_size(slot)} a slot, "
             f"{_size(slot * (cache.slots + 1))}"
         )
-    if cache.routed is not None:
-        lines.append(f"routed experts: {len(cache.routed)} routers, {_size(cache.routed.nbytes)}")
+    if cache.recorded is not None:
+        lines.append(f"routed experts: {len(cache.recorded)} routers, {_size(cache.recorded.nbytes)}")
     caching = "on" if engine.prefix_caching else "off"
     if engine.options.enable_prefix_caching is not False and not engine.prefix_caching:
         caching = "off: this model has recurrent state, which is not kept at block ends"

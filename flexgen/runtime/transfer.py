@@ -1,4 +1,7 @@
-"""Copies between host and device: small ones that never make the host wait for the device's queue, and whole weights."""
+"""Copies between host and device: small ones that never make the host wait for the device's queue, and whole weights.
+
+Steps upload and download through it, loading stages weights.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Staging:
         if self._device.type != "cuda":
             target.copy_(source)
             return
-        for into, part in pieces(target, source, self._size):
+        for into, part in slices(target, source, self._size):
             if part.nbytes > self._size:
                 into.copy_(part)
                 continue
@@ -43,7 +46,7 @@ class Staging:
             copied.record()
 
 
-def pieces(target: Tensor, source: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def slices(target: Tensor, source: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Both cut along dim 0 into parts of at most `size` bytes of the source, or of one row where that is more."""
     rows = max(1, size // max(1, source[:1].nbytes))
     return zip(target.split(rows), source.split(rows), strict=True)

@@ -1,4 +1,4 @@
-"""A model without an engine: pools big enough for everything, and steps made by hand."""
+"""A model without an engine: pools big enough for everything, and steps made by hand. For `verify` and for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Harness:
     read of what was never written. The routers leave the experts of a step's first `routed_tokens` tokens.
     """
 
-    def __init__(self, model: Model, rows: int, length: int, page_size: int = 8, routed_tokens: int = 0) -> None:
+    def __init__(
+        self, model: Model, rows: int = 4, length: int = 128, page_size: int = 8, routed_tokens: int = 0
+    ) -> None:
         self.model, self.page_size = model, page_size
         blocks = -(-length // page_size)
         groups = page_groups(model.mixers, model.state)
@@ -58,9 +60,9 @@ class Harness:
 
     def routed(self, tokens: int) -> Tensor:
         """Experts (tokens, routers, K) of the last step's first tokens, each router's in ascending order."""
-        if self.cache.routed is None:
+        if self.cache.recorded is None:
             return torch.empty(tokens, 0, 0)
-        return self.cache.routed[:, :tokens].transpose(0, 1).long().sort().values
+        return self.cache.recorded[:, :tokens].transpose(0, 1).long().sort().values
 
     def feed(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Run the next step -> logits (t, V) of the tokens fed to each row."""

@@ -85,7 +85,7 @@ def _engine(model: Model, sequences: Sequence[Sequence[int]], prefill: int) -> t
 def _transformers(oracle: Any, model: Model, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     modules = Modules(model, oracle)
     routers = {}
-    for index, names in enumerate(model.routed):
+    for index, names in enumerate(model.routers):
         for name, k in names.items():
             (module,) = modules.by_role[index, name.replace("_routed", "_router")]
             routers[module] = k

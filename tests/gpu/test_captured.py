@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.requests.params import SamplingParams
-from flexgen.runtime.sampling.sampler import Features
+from flexgen.runtime.sampling.sampler import Features, finish, finish_on
 from tests.tiny import SPECS, expected, prompt, saved
 
 SIZES = [1, 2, 4, 8]
@@ -76,15 +76,15 @@ def running(llm, batch):
         core.abort(group)
 
 
-def states(runner):
-    return [tensor for layers in runner.cache.states.values() for layer in layers for tensor in layer]
+def states(step):
+    return [tensor for layers in step.cache.states.values() for layer in layers for tensor in layer]
 
 
 class Snapshot:
     """Everything that a forward pass changes, to be put back."""
 
-    def __init__(self, runner):
-        self._tensors = states(runner)
+    def __init__(self, step):
+        self._tensors = states(step)
         self._copies = [tensor.clone() for tensor in self._tensors]
 
     def restore(self):
@@ -95,14 +95,13 @@ class Snapshot:
 @torch.no_grad()
 @pytest.mark.parametrize("batch", range(1, SIZES[-1] + 1))
 def test_a_replay_equals_the_code_run_directly_bit_for_bit(llm, batch):
-    runner = llm.llm_engine.runner
-    graphs = runner.graphs
+    step, graphs = llm.llm_engine.runner.step, llm.llm_engine.runner.graphs
     assert graphs.failures == []
     with running(llm, batch) as slots:
         size = next(size for size in SIZES if size >= batch)
         padded = (*slots, *[0] * (size - batch))
-        before = Snapshot(runner)
-        direct = runner.decode_logits(torch.tensor(padded, device="cuda")).clone()
+        before = Snapshot(step)
+        direct = step.decode_logits(torch.tensor(padded, device="cuda")).clone()
 
         def replay():
             before.restore()
@@ -111,19 +110,20 @@ def test_a_replay_equals_the_code_run_directly_bit_for_bit(llm, batch):
             return graphs.logits_SV[:size].clone()
 
         assert torch.equal(replay(), direct)
-        runner.last_S[0], runner.length_S[0] = llm.llm_engine.model.dims.vocab - 1, 256
+        last_S, length_S = step.tables.last_S, step.tables.length_S
+        last_S[0], length_S[0] = step.model.dims.vocab - 1, 256
         assert torch.equal(replay()[:batch], direct[:batch]), "padding rows of the largest ids and positions"
-        poison(runner)
+        poison(step)
         assert torch.equal(replay()[:batch], direct[:batch]), "NaN in the pad page and the pad slot"
-        runner.last_S[0], runner.length_S[0] = 0, 1
+        last_S[0], length_S[0] = 0, 1
 
 
-def poison(runner):
-    for layer in runner.model.layers:
+def poison(step):
+    for layer in step.model.layers:
         for name in ("k_pages", "v_pages"):
             if hasattr(layer, name):
                 getattr(layer, name)[0] = float("nan")
-    for state in states(runner):
+    for state in states(step):
         state[0] = float("nan")
 
 
@@ -151,15 +151,13 @@ def test_the_number_of_compilations_is_that_of_kinds_not_of_layers(llm):
 
 
 def test_drawn_tokens_are_those_of_the_sampler_in_plain_torch(llm):
-    runner = llm.llm_engine.runner
-    from flexgen.runtime.sampling.sampler import finish
-
-    logits = torch.randn(8, runner.model.dims.vocab, device="cuda").bfloat16()
+    step = llm.llm_engine.runner.step
+    logits = torch.randn(8, step.model.dims.vocab, device="cuda").bfloat16()
     temperature = torch.tensor([0, 1, 0.5, 2, 0, 1, 1, 0.1], device="cuda")
     seeds, lengths = torch.arange(8, device="cuda"), torch.arange(8, device="cuda") + 5
     for random in (False, True):
-        arguments = (logits, temperature, seeds, lengths, runner.real_vocab, random, random, False)
-        ours, theirs = runner._finish(*arguments), finish(*arguments)
+        arguments = (logits, temperature, seeds, lengths, step.real_vocab, random, random, False)
+        ours, theirs = finish_on(step.device)(*arguments), finish(*arguments)
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])
         assert torch.allclose(ours[1], theirs[1], atol=1e-5)
 

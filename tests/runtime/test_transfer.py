@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen.runtime.transfer import Staging, pieces, upload
+from flexgen.runtime.transfer import Staging, slices, upload
 
 SOURCES = {
     "matrix": torch.randn(13, 7),
@@ -18,18 +18,18 @@ SOURCES = {
 
 @pytest.mark.parametrize("size", [1, 32, 100, 2**20])
 @pytest.mark.parametrize("name", SOURCES)
-def test_pieces_cover_a_tensor_and_stay_below_the_size(name, size):
+def test_slices_cover_a_tensor_and_stay_below_the_size(name, size):
     source = SOURCES[name]
     target = torch.full(source.shape, float("nan"))
-    for into, part in pieces(target, source, size):
+    for into, part in slices(target, source, size):
         assert part.nbytes <= max(size, source[:1].nbytes)
         into.copy_(part)
     assert torch.equal(target, source.float())
 
 
-def test_pieces_of_a_transposed_target_write_its_storage():
+def test_slices_of_a_transposed_target_write_its_storage():
     source, storage = torch.randn(5, 4, 3), torch.full((5, 3, 4), float("nan"))
-    for into, part in pieces(storage.transpose(1, 2), source, 100):
+    for into, part in slices(storage.transpose(1, 2), source, 100):
         into.copy_(part)
     assert torch.equal(storage, source.transpose(1, 2))
 

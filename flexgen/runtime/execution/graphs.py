@@ -3,13 +3,17 @@
 A graph replays addresses. What it reads lies in tables by slot, which stay where they are; the slots themselves, the
 numbers of a step with prompts, and the logits have buffers here. All graphs share one memory pool, since they run one
 after the other and leave nothing in it that is read later but the few numbers that were sampled.
+
+`start` makes them, `runner` asks them for each step.
+
+Shape suffixes: S slots of the largest size, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +24,7 @@ from torch import Tensor
 from flexgen.contract.abi import PAD_SLOT
 from flexgen.errors import FlexgenError
 from flexgen.runtime.execution.packed import Packed, Piece, Shape, numbers
+from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.sampling.sampler import Features, Sampled
 from flexgen.runtime.transfer import upload
 
@@ -48,46 +53,25 @@ class Captured:
 
 
 @dataclass
-class Steps:
-    """What an engine's steps are made of.
-
-    decode  (slots_R,) -> logits (R, V) after the last token of each slot
-    packed  Packed -> logits (R, V) after its last tokens
-    draw    (logits_RV, slots_R, features) -> Sampled
-    clear   (slots_R,) -> None: zero their recurrent state
-    keep    (slots_R,) -> a function that puts their recurrent state back to what it is now, of which it holds a copy
-    recount () -> None: forget the tokens that padding rows drew
-    reads   all tensors that these read at fixed addresses, by name
-    """
-
-    decode: Callable[[Tensor], Tensor]
-    packed: Callable[[Packed], Tensor]
-    draw: Callable[[Tensor, Tensor, Features], Sampled]
-    clear: Callable[[Tensor], None]
-    keep: Callable[[Tensor], Callable[[], None]]
-    recount: Callable[[], None]
-    reads: Callable[[], Iterator[tuple[str, Tensor]]]
-
-
-@dataclass
 class Graphs:
     """The captured steps of one engine.
 
+    step           the code that they hold, run directly where a capture failed
     sizes, shapes  of decode steps and of steps with prompts, ascending
-    logits_SV      where every forward pass leaves its logits; as many rows as the largest size
     longest        most tokens of one request
     failures       what could not be captured and runs without a graph, with the reason
     """
 
-    steps: Steps
+    step: DeviceStep
     sizes: Sequence[int]
     shapes: Sequence[Shape]
-    logits_SV: Tensor
     longest: int
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.device = self.logits_SV.device
+        model, self.device = self.step.model, self.step.device
+        dtype = model.head_dtype or model.dtype
+        self.logits_SV = torch.zeros((self.sizes[-1], model.dims.vocab), dtype=dtype, device=self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._slots_S = torch.zeros(self.sizes[-1], dtype=torch.int64, device=self.device)
         most = max((shape.numbers for shape in self.shapes), default=0)
@@ -136,13 +120,11 @@ class Graphs:
 
     def check_addresses(self) -> None:
         """Raise if a tensor that a graph reads has moved since it was captured."""
-        now = {name: tensor.data_ptr() for name, tensor in self.steps.reads()}
+        now = {name: tensor.data_ptr() for name, tensor in self.step.tensors()}
         moved = [name for name, address in self._addresses.items() if now.get(name) != address]
         if moved:
             listed = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
             raise FlexgenError(f"captured decode steps read {listed}, which moved; weights must be updated in place")
-
-    # ------------------------------------------------------------ inputs
 
     def _place(self, slots: Sequence[int]) -> None:
         """The slots of a decode step or a draw, and padding up to the size that serves them."""
@@ -162,8 +144,6 @@ class Graphs:
             self._capture_draw(size, features)
         return size
 
-    # ------------------------------------------------------------ replays
-
     def _run(self, key: int | Shape) -> None:
         """Leave the logits of a decode step's size, or of a shape, in `logits_SV`."""
         if (captured := self._forwards[key]) is not None:
@@ -173,9 +153,9 @@ class Graphs:
 
     def _forward(self, key: int | Shape) -> Callable[[], Tensor]:
         if isinstance(key, int):
-            return lambda: self.steps.decode(self._slots_S[:key])
+            return lambda: self.step.decode_logits(self._slots_S[:key])
         packed = Packed.of(self._numbers, key)
-        return lambda: self.steps.packed(packed)[: self.sizes[-1]]
+        return lambda: self.step.packed_logits(packed)[: self.sizes[-1]]
 
     def _leave(self, logits_RV: Tensor) -> None:
         self.logits_SV[: len(logits_RV)].copy_(logits_RV)
@@ -184,9 +164,7 @@ class Graphs:
         if (captured := self._draws[size, features]) is not None:
             captured.graph.replay()
             return captured.result
-        return self.steps.draw(self.logits_SV[:size], self._slots_S[:size], features)
-
-    # ------------------------------------------------------------ captures
+        return self.step.draw(self.logits_SV[:size], self._slots_S[:size], features)
 
     def _capture_forward(self, key: int | Shape, slots: Sequence[int], live: int, fresh: bool = False) -> None:
         """Capture a forward pass that is not yet there, with the inputs that are in place, and leave state as it was.
@@ -197,8 +175,8 @@ class Graphs:
             return
         what = f"decode of {key} rows" if isinstance(key, int) else f"a step of {key.tokens} tokens in {key.rows} rows"
         forward = self._forward(key)
-        slots_R = upload(slots, self.device)
-        restore = partial(self.steps.clear, slots_R) if fresh else self.steps.keep(slots_R)
+        slots_R, cache = upload(slots, self.device), self.step.cache
+        restore = partial(cache.clear_state, slots_R) if fresh else cache.keep_state(slots_R)
         expected_RV = forward()[:live].clone()
         restore()
         captured = self._captured(what, lambda: self._leave(forward()))
@@ -212,11 +190,11 @@ class Graphs:
     def _capture_draw(self, size: int, features: Features) -> None:
         self._place([PAD_SLOT] * size)
         logits_RV, slots_R = self.logits_SV[:size].zero_(), self._slots_S[:size]
-        self.steps.recount()
-        expected = self.steps.draw(logits_RV, slots_R, features)
+        self.step.sampling.forget(PAD_SLOT)  # what padding rows drew counts for nobody
+        expected = self.step.draw(logits_RV, slots_R, features)
         what = f"sampling {size} rows with {features}"
-        captured = self._captured(what, lambda: self.steps.draw(logits_RV, slots_R, features))
-        self.steps.recount()
+        captured = self._captured(what, lambda: self.step.draw(logits_RV, slots_R, features))
+        self.step.sampling.forget(PAD_SLOT)
         if captured is not None:
             captured.graph.replay()
             same = (getattr(captured.result, name).equal(getattr(expected, name)) for name in ("tokens_R", "logprobs_R"))
@@ -231,7 +209,7 @@ class Graphs:
                 result = run()
         except RuntimeError as error:  # an operation that cannot be captured: the step still runs, and the report says so
             return self._fail(what, str(error).splitlines()[0])
-        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.steps.reads())
+        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.step.tensors())
         return Captured(graph, result)
 
     def _fail(self, what: str, why: str) -> None:

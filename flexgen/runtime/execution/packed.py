@@ -1,5 +1,7 @@
 """A step with prompts as one run of numbers: tokens of several slots end to end, on the host and in one device tensor.
 
+The runner makes pieces of a plan's rows; `step` and `graphs` read them as `Packed`.
+
 T tokens   R rows, one a piece
 """
 

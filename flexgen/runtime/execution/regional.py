@@ -1,4 +1,4 @@
-"""Regional compilation: one compiled function a layer kind, reused at every depth and batch size.
+"""Regional compilation: one compiled function a layer kind, reused at every depth and batch size. `start` compiles with it.
 
 A layer function sees tensors, numbers and plain attributes, never its index, so all layers of a kind share one piece of
 compiled code. Sizes that change from step to step (tokens, rows, blocks of a table) are symbols in it; a step of one token
@@ -20,6 +20,7 @@ import torch.fx.experimental._config
 from torch import Tensor
 
 from flexgen.contract.abi import Step
+from flexgen.runtime.loading.model import Model
 
 VARIANTS = 4
 """Most variants of one function. It takes two, one token and more; the rest is for what a later torch may tell apart."""
@@ -85,7 +86,7 @@ def chained() -> dict[str, Any]:
     return {"triton.enable_pdl": True, "triton.autotune_pointwise": False}
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> None:
+def compile_layers(model: Model, backend: str = "inductor") -> None:
     """Make the walker run compiled layers. Raises later, when a layer needs more variants than it may have."""
     if backend == "inductor":
         prepare().join()

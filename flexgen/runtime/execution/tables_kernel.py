@@ -1,4 +1,6 @@
-"""What a decode step begins and ends with in Triton: a launch a page group, and one, in place of some twenty small ones.
+"""What a decode step begins and ends with in Triton: a launch a page group, and two, in place of some twenty small ones.
+
+`SlotTables` launches them on CUDA; each is what its method of that name promises.
 
 Shape suffixes: S slots, R rows, B blocks of a block table.
 """
@@ -50,7 +52,7 @@ def _advance_kernel(slots, tokens, last, length, PAD: tl.constexpr):  # noqa: AN
 
 
 def rows(slots_R: Tensor, last_S: Tensor, length_S: Tensor) -> tuple[Tensor, ...]:
-    """What `slots.rows` promises."""
+    """What `SlotTables.rows` promises."""
     count = len(slots_R)
     ids_R, positions_R = (torch.empty_like(slots_R) for _ in range(2))
     rows_R, lengths_R, starts_R = (slots_R.new_empty(count + more, dtype=torch.int32) for more in (0, 0, 1))
@@ -61,7 +63,7 @@ def rows(slots_R: Tensor, last_S: Tensor, length_S: Tensor) -> tuple[Tensor, ...
 
 
 def places(slots_R: Tensor, length_S: Tensor, blocks_SB: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """What `slots.places` promises."""
+    """What `SlotTables.places` promises."""
     count, blocks = len(slots_R), blocks_SB.shape[1]
     table_RB, places_R = blocks_SB.new_empty((count, blocks)), torch.empty_like(slots_R)
     _places_kernel[(count,)](
@@ -72,5 +74,5 @@ def places(slots_R: Tensor, length_S: Tensor, blocks_SB: Tensor, page_size: int)
 
 
 def advance(slots_R: Tensor, tokens_R: Tensor, last_S: Tensor, length_S: Tensor, pad: int) -> None:
-    """What `slots.advance` promises."""
+    """What `SlotTables.advance` promises."""
     _advance_kernel[(len(slots_R),)](slots_R, tokens_R, last_S, length_S, PAD=pad, num_warps=1, **CHAIN)

@@ -1,19 +1,23 @@
-"""A generated package bound to one checkpoint: sizes, storage, layers and the walker that runs them."""
+"""A generated package bound to one checkpoint: sizes, storage, layers and the walker that runs them.
+
+`LLM` loads one and gives it to an engine, which knows it as a `ServedModel`.
+"""
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State, Step, Weight
+from flexgen.contract.abi import Layer, Slots, State, Step, Weight
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
+from flexgen.runtime.loading.checks import check_sizes, check_state
 from flexgen.runtime.loading.config import check_ignored, normalise, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
 from flexgen.runtime.transfer import Staging
@@ -28,7 +32,7 @@ class Model:
     layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
     load_seconds  how long `load` took
     mixers    per layer, the entries that keep state; `state` says what each keeps
-    routed    per layer, where its routers leave a token's experts on request, and how many they choose
+    routers   per layer, where each router leaves a token's experts on request, and how many it chooses
     """
 
     def __init__(
@@ -47,17 +51,16 @@ class Model:
         self.state: dict[str, State] = package.walker.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
         routes = package.walker.routes(dims)
-        self._check_state()
-        self._check_sizes(routes)
+        check_state(self.mixers, self.state)
+        for kind in ("model", *dict.fromkeys(dims.kinds)):
+            check_sizes(kind, self.table(kind), routes.get(kind, {}))
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
-        self.routed: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
-        for layer, names in zip(self.layers, self.routed, strict=True):
+        self.routers: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
+        for layer, names in zip(self.layers, self.routers, strict=True):
             layer.__dict__.update(dict.fromkeys(names))
         run = [package.walker.LAYERS[kind] for kind in dims.kinds]
         self.walker = package.walker.Walker(dims, self.weights, self.layers, run)
-
-    # ------------------------------------------------------------ construction
 
     @classmethod
     def load(
@@ -153,36 +156,6 @@ class Model:
                 storage.fill_(1.0)
             else:
                 storage.normal_(0.0, 1.0 if weight.role.endswith("_router") else 0.02, generator=generator)
-
-    def _check_state(self) -> None:
-        earlier: set[str] = set()
-        for index, mixers in enumerate(self.mixers):
-            for entry in mixers:
-                state = self.state[entry]
-                if isinstance(state, Pages) and state.window is not None and state.window < 1:
-                    raise ConfigError(f"{entry} layers have a window of {state.window} tokens, and need at least 1")
-                if isinstance(state, SharedPages) and state.owner not in earlier:
-                    raise ConfigError(
-                        f"layer {index} reads the keys and values of an earlier {state.owner} layer, and there is none; "
-                        "config.json shares too many layers"
-                    )
-            earlier.update(mixers)
-
-    def _check_sizes(self, routes: Mapping[str, Mapping[str, int]]) -> None:
-        for kind in ("model", *dict.fromkeys(self.dims.kinds)):
-            for weight in self.table(kind):
-                if weight.present and min(weight.shape) < 1:
-                    shape = " x ".join(map(str, weight.shape))
-                    raise ConfigError(f"{weight.role} would be {shape} by config.json, and no size may be less than 1")
-            counts = [weight.shape[0] for weight in self.table(kind) if weight.present and weight.layouts]
-            for chosen in routes.get(kind, {}).values():
-                if not 1 <= chosen <= min(counts):
-                    raise ConfigError(
-                        f"{kind} layers send each token to {chosen} of {min(counts)} experts by config.json, and must send "
-                        "it to at least 1 and at most all"
-                    )
-
-    # ------------------------------------------------------------ running
 
     def make_rope_tables(self, length: int) -> None:
         """Rotary tables for positions below `length`, shared by all layers of an entry."""

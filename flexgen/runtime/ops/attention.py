@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen.contract.abi import Layer, Pages, PageStep, Step
 from flexgen.runtime.ops.elementwise import softcap as cap_scores
-from flexgen.runtime.ops.operators import operator
+from flexgen.runtime.ops.library import define_op as operator
 
 
 def write_pages(w: Layer, k_TKH: Tensor, v_TKH: Tensor, pages: PageStep) -> None:

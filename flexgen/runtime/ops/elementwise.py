@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.runtime.ops.operators import operator
+from flexgen.runtime.ops.library import define_op
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -47,7 +47,7 @@ def _linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tenso
     return F.linear(x_TD, weight_OD, bias_O)
 
 
-operator("linear", cpu=_linear_cpu, cuda=_linear_cuda, fake=_linear_fake)
+define_op("linear", cpu=_linear_cpu, cuda=_linear_cuda, fake=_linear_fake)
 
 
 def _normalise(x: Tensor, eps: float) -> Tensor:

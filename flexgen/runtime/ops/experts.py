@@ -1,4 +1,4 @@
-"""Routing and expert matmuls.
+"""Routing and expert MLPs, as generated code calls them.
 
 Two memory layouts exist and are declared by the spec, never guessed: `out_in`, gate_up (E, 2I, D) and down (E, D, I),
 as most families; `in_out`, gate_up (E, D, 2I) and down (E, I, D), as gpt_oss, whose gate and up columns interleave.
@@ -8,19 +8,13 @@ Shape suffixes: T tokens, D model width, I inner width of an expert, E experts, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.runtime.ops.elementwise import ACTIVATIONS
-from flexgen.runtime.ops.operators import operator
-
-Layout = Literal["out_in", "in_out"]
+from flexgen.runtime.ops.expert_backends import ExpertWeights, Gate, Layout, choose, loop
+from flexgen.runtime.ops.library import define_op, flat
 
 
 def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -51,72 +45,12 @@ def _top_k_fake(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
 
 
-operator("top_k", cpu=_top_k_cpu, cuda=_top_k_cuda, fake=_top_k_fake)
+define_op("top_k", cpu=_top_k_cpu, cuda=_top_k_cuda, fake=_top_k_fake)
 
 
 def renormalise(weights_TK: Tensor, on: bool) -> Tensor:
     """Each token's routing weights over their sum; `on` False leaves them."""
     return weights_TK / weights_TK.sum(dim=-1, keepdim=True) if on else weights_TK
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What lies between an expert's two matmuls: (up + up_offset) * glu(gate), with both clamped first.
-
-    limit: gate is clamped above by it, up to [-limit, limit]; None does not clamp.
-    alpha: glu is gate * sigmoid(alpha * gate); None takes the activation `act`.
-    """
-
-    act: str = "silu"
-    alpha: float | None = None
-    limit: float | None = None
-    up_offset: float = 0.0
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        glu = ACTIVATIONS[self.act](gate) if self.alpha is None else gate * torch.sigmoid(self.alpha * gate)
-        return (up + self.up_offset if self.up_offset else up) * glu
-
-
-def split_gate_up(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up columns of the last dim: two halves, or every other column."""
-    if interleaved:
-        return gate_up[..., ::2], gate_up[..., 1::2]
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate, up
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The experts of a layer and how they lie in memory. Biases: (E, 2I) and (E, D)."""
-
-    gate_up: Tensor
-    down: Tensor
-    layout: Layout
-    interleaved: bool = False
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-    @property
-    def inner(self) -> int:
-        """I, the inner width of one expert."""
-        return self.down.shape[2 if self.layout == "out_in" else 1]
-
-    def flat(self, gate: Gate) -> dict[str, Any]:
-        """Itself and the gate as keyword arguments of an operator."""
-        return {
-            "gate_up": self.gate_up,
-            "down": self.down,
-            "layout": self.layout,
-            "interleaved": self.interleaved,
-            "gate_up_bias": self.gate_up_bias,
-            "down_bias": self.down_bias,
-            "act": gate.act,
-            "alpha": gate.alpha,
-            "limit": gate.limit,
-            "up_offset": gate.up_offset,
-        }
 
 
 def experts(
@@ -140,11 +74,11 @@ def experts(
     weights_TK may be fp32 in a 16-bit model: the product with them is then fp32. Biases: (E, 2I) and (E, D).
     On a host it is the reference, which rounds where transformers does.
     """
-    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    arguments = weights.flat(Gate(act, alpha, limit, up_offset))
+    weights = ExpertWeights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
+    packed = (*flat(weights), *flat(Gate(act, alpha, limit, up_offset)))
     if _takes_reference(x_TD):
-        return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, **arguments)
-    outputs_TKD = torch.ops.flexgen.expert_outputs(x_TD, experts_TK, **arguments)
+        return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, *packed)
+    outputs_TKD = torch.ops.flexgen.expert_outputs(x_TD, experts_TK, *packed)
     return reduce(torch.add, (outputs_TKD * weights_TK[..., None]).float().unbind(1)).to(x_TD.dtype)
 
 
@@ -152,163 +86,17 @@ def _takes_reference(x_TD: Tensor) -> bool:
     return x_TD.device.type == "cpu"
 
 
-# ---------------------------------------------------------------- the output of each token's experts, (T, K, D) in x's dtype
-
-
-def routed(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """The Triton kernels for decode sizes."""
-    from flexgen.runtime.ops.kernels.experts import route_outputs  # Triton is there where CUDA is
-
-    return route_outputs(x_TD, experts_TK, **weights.flat(gate))
-
-
-def grouped(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """Routes sorted by expert, and two grouped matrix products.
-
-    Every route has an expert, so the groups cover all rows and none is left unwritten. Counting by a search in the sorted
-    experts, since bincount waits for the device.
-    """
-    choices, count = experts_TK.shape[1], weights.gate_up.shape[0]
-    sorted_M, order_M = experts_TK.flatten().to(torch.int16).sort(stable=True)
-    every_E = torch.arange(count, dtype=torch.int16, device=x_TD.device)
-    offsets_E = torch.searchsorted(sorted_M, every_E, right=True, out_int32=True)
-    gate_up, down = (w.transpose(1, 2) if weights.layout == "out_in" else w for w in (weights.gate_up, weights.down))
-    between, last = (_gated_cuda, _placed_cuda) if x_TD.is_cuda else (_gated, _placed)
-    h_MJ = F.grouped_mm(x_TD[order_M // choices], gate_up, offs=offsets_E)
-    y_MD = F.grouped_mm(between(h_MJ, sorted_M, weights, gate), down, offs=offsets_E)
-    return last(y_MD, sorted_M, order_M, weights.down_bias).unflatten(0, (-1, choices))
-
-
-def _gated(h_MJ: Tensor, experts_M: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """What lies between an expert's two products, (M, I)."""
-    if weights.gate_up_bias is not None:
-        h_MJ = h_MJ + weights.gate_up_bias[experts_M.long()]
-    return gate(*split_gate_up(h_MJ, weights.interleaved))
-
-
-def _gated_cuda(h_MJ: Tensor, experts_M: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    from flexgen.runtime.ops.kernels.experts import gated  # Triton is there where CUDA is
-
-    return gated(h_MJ, experts_M, weights.gate_up_bias, weights.interleaved, gate.act, gate.alpha, gate.limit, gate.up_offset)
-
-
-def _placed(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows back in the order of the routes, with the bias of their experts."""
-    if bias is not None:
-        y_MD = y_MD + bias[experts_M.long()]
-    return torch.empty_like(y_MD).index_copy(0, order_M, y_MD)
-
-
-def _placed_cuda(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor | None) -> Tensor:
-    from flexgen.runtime.ops.kernels.experts import placed  # Triton is there where CUDA is
-
-    return placed(y_MD, experts_M, order_M, bias)
-
-
-def each(x_TD: Tensor, experts_TK: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """An expert at a time, for any dtype and stride, where no kernel serves. Waits for the device."""
-    out_TKD = x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]))
-    for expert in experts_TK.unique().tolist():
-        token, choice = torch.where(experts_TK == expert)
-        out_TKD[token, choice] = _mlp(x_TD[token], expert, weights, gate)
-    return out_TKD
-
-
-def _serves_routed(x_TD: Tensor, weights: Weights) -> bool:
-    return x_TD.shape[0] <= ROUTED_TOKENS
-
-
-def _serves_grouped(x_TD: Tensor, weights: Weights) -> bool:
-    """bf16, and strides of 16 bytes throughout, which grouped_mm wants."""
-    step = 16 // x_TD.element_size()
-    strides = (*weights.gate_up.stride()[:2], *weights.down.stride()[:2], weights.inner, x_TD.shape[1])
-    return x_TD.dtype == torch.bfloat16 and all(stride % step == 0 for stride in strides)
-
-
-ROUTED_TOKENS = 256
-"""Tokens up to which the decode kernels run. Beyond them a matrix product no longer waits for weights alone."""
-
-Backend = Callable[[Tensor, Tensor, Weights, Gate], Tensor]
-
-BACKENDS: tuple[tuple[Callable[[Tensor, Weights], bool], Backend], ...] = (
-    (_serves_routed, routed),
-    (_serves_grouped, grouped),
-    (lambda x_TD, weights: True, each),
-)
-"""The first that serves is taken, each time anew: compiled code does not depend on which."""
-
-
-def choose(x_TD: Tensor, weights: Weights) -> Backend:
-    """The backend for these tokens; only shapes, dtypes and strides decide."""
-    return next(run for serves, run in BACKENDS if serves(x_TD, weights))
-
-
-# ---------------------------------------------------------------- operators
-
-
-def _expert_outputs(
-    x_TD: Tensor,
-    experts_TK: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    layout: str,
-    interleaved: bool,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    act: str,
-    alpha: float | None,
-    limit: float | None,
-    up_offset: float,
-) -> Tensor:
-    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    return choose(x_TD, weights)(x_TD, experts_TK, weights, Gate(act, alpha, limit, up_offset))
+def _expert_outputs(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -> Tensor:
+    return choose(x_TD, weights)(x_TD, experts_TK, weights, gate)
 
 
 def _expert_outputs_fake(x_TD: Tensor, experts_TK: Tensor, *_: object) -> Tensor:
     return x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]))
 
 
-def _experts_loop(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    layout: str,
-    interleaved: bool,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    act: str,
-    alpha: float | None,
-    limit: float | None,
-    up_offset: float,
-) -> Tensor:
-    """The reference: experts ascend and sums are in x's dtype, as in transformers' eager loop. Weighted, unlike `each`."""
-    weights = Weights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    gate = Gate(act, alpha, limit, up_offset)
-    y_TD = torch.zeros_like(x_TD)
-    experts_KT = experts_TK.T
-    for expert in experts_TK.unique().tolist():
-        choice, token = torch.where(experts_KT == expert)
-        h = _mlp(x_TD[token], expert, weights, gate) * weights_TK[token, choice, None]
-        y_TD.index_add_(0, token, h.to(y_TD.dtype))
-    return y_TD
-
-
 def _experts_loop_fake(x_TD: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x_TD)
 
 
-def _mlp(x: Tensor, expert: int, weights: Weights, gate: Gate) -> Tensor:
-    h = _linear(x, weights.gate_up, weights.gate_up_bias, expert, weights.layout)
-    h = gate(*split_gate_up(h, weights.interleaved))
-    return _linear(h, weights.down, weights.down_bias, expert, weights.layout)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout: str) -> Tensor:
-    y = F.linear(x, weight[expert]) if layout == "out_in" else x @ weight[expert]
-    return y if bias is None else y + bias[expert]
-
-
-operator("experts_loop", cpu=_experts_loop, cuda=_experts_loop, fake=_experts_loop_fake)
-operator("expert_outputs", cpu=_expert_outputs, cuda=_expert_outputs, fake=_expert_outputs_fake)
+define_op("experts_loop", cpu=loop, cuda=loop, fake=_experts_loop_fake)
+define_op("expert_outputs", cpu=_expert_outputs, cuda=_expert_outputs, fake=_expert_outputs_fake)

@@ -1,4 +1,5 @@
-"""The recurrent mixer of the gated delta net (Yang et al. 2024, arXiv:2412.06464): its short convolution and its rule.
+"""The recurrent mixer of the gated delta net (Yang et al. 2024, arXiv:2412.06464): its short convolution and its rule, as generated
+code calls them.
 
 Rows address their state by slot. A step reads a row's state, runs the row's tokens and writes the state back; rows
 never see each other, and a slot that no row names is neither read nor written. Slot 0 serves the padding rows, whose results
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from flexgen.contract.abi import Step
 from flexgen.runtime.ops.elementwise import ACTIVATIONS
-from flexgen.runtime.ops.operators import operator
+from flexgen.runtime.ops.library import define_op
 
 CHUNK = 64
 """Tokens that the chunked rule takes at once."""
@@ -70,7 +71,7 @@ def _causal_conv_fake(u_TC: Tensor, *_: object) -> Tensor:
     return u_TC.new_empty(u_TC.shape)
 
 
-operator("causal_conv", cpu=_causal_conv_cpu, cuda=_causal_conv_cuda, fake=_causal_conv_fake, mutates=("state",))
+define_op("causal_conv", cpu=_causal_conv_cpu, cuda=_causal_conv_cuda, fake=_causal_conv_fake, mutates=("state",))
 
 
 def delta_rule(
@@ -125,7 +126,7 @@ def _delta_rule_cuda(
     return delta_step(*inputs, state_R) if decode else delta_prefill(*inputs, starts_R, state_R)
 
 
-operator("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
+define_op("delta_rule", cpu=_delta_rule_cpu, cuda=_delta_rule_cuda, fake=_delta_rule_fake, mutates=("state",))
 
 
 def _unit_heads(q_THk: Tensor, k_THk: Tensor, value_heads: int) -> tuple[Tensor, Tensor]:

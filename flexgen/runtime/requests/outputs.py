@@ -1,8 +1,10 @@
-"""What a request returns, shaped as vLLM's outputs."""
+"""What a request returns, shaped as vLLM's outputs. Requests make them, callers read them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +22,27 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """By token id: the token itself first, then the most likely ones."""
+
+
+def token_logprobs(
+    chosen: tuple[int, float, int],
+    top: tuple[Sequence[int], Sequence[float]],
+    wanted: int,
+    decode: Callable[[int], str | None],
+) -> TokenLogprobs:
+    """What is said of one position.
+
+    chosen  the token, its logprob and rank
+    top     ids and logprobs of the most likely tokens, of which the first `wanted` (-1: all) are listed
+    decode  gives a token's text
+    """
+    token, logprob, rank = chosen
+    entry = {token: Logprob(logprob, rank, decode(token))}
+    listed = zip(*top) if wanted == -1 else islice(zip(*top), wanted)
+    for place, (other, value) in enumerate(listed, start=1):
+        if other != token:
+            entry[other] = Logprob(value, place, decode(other))
+    return entry
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""One answer in the making (`Request`) and the prompt that it belongs to (`RequestGroup`)."""
+"""One answer in the making (`Request`) and the prompt that it belongs to (`RequestGroup`).
+
+Admission makes them; scheduler, tables, sampler and engine each write the fields that are theirs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Request:
     computed    positions whose K/V (or state) is written by the steps launched so far
     pages       per page group, the page of each block; 0 where the block was freed behind a window
     trimmed     per page group, blocks before this index are freed
-    routes      the experts of each position, where asked for, and `routed`, of how many positions they are known;
+    routes      the experts of each position, where asked for, and `routes_known`, of how many positions they are known;
                 `shared_routes` are rows of other requests that belong in it, from a position on: cached blocks
     hashes      chain hash of each full block of `tokens`, and `registered`, how many of them the prefix cache knows
     """
@@ -61,7 +64,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cumulative_logprob: float = 0.0
     routes: np.ndarray | None = None
-    routed: int = 0
+    routes_known: int = 0
     shared_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -110,12 +113,28 @@ class Request:
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
+    def take(self, token: int, logprob: float, listed: TokenLogprobs | None) -> None:
+        """Append one confirmed token, and end where it says so. `listed`: what is returned of its position."""
+        self.tokens.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(listed)
+            self.cumulative_logprob += logprob
+        ending = self.stops.by_token(token, self.produced)
+        if self.rules is not None:
+            self.rules.accept(token)
+            if ending is None and self.rules.complete:
+                ending = ("stop", None)
+        if ending is not None:
+            self.finish(*ending)
+        if self.stops.strings:
+            self.check_stop_strings()
+
     def take_routes(self, start: int, routes: np.ndarray) -> None:
         """Keep the experts (tokens, routers, K) of positions from `start` on; what a preemption repeats is known."""
         stop = start + len(routes)
-        if stop > self.routed:
-            self.routes[self.routed : stop] = routes[self.routed - start :]
-            self.routed = stop
+        if stop > self.routes_known:
+            self.routes[self.routes_known : stop] = routes[self.routes_known - start :]
+            self.routes_known = stop
 
     def catch_up_text(self) -> None:
         """Decode the tokens that `text` lacks; a finished answer holds back nothing."""
@@ -132,10 +151,10 @@ class Request:
     def share_routes(self, start: int, routes: np.ndarray) -> None:
         """Take the experts of a cached block from `start` on, except for positions that are known. Its rows may still be
         on their way to the host, so they are copied when they are wanted."""
-        known = max(0, self.routed - start)
+        known = max(0, self.routes_known - start)
         if known < len(routes):
             self.shared_routes.append((start + known, routes[known:]))
-            self.routed = start + len(routes)
+            self.routes_known = start + len(routes)
 
     def known_routes(self, start: int, stop: int) -> np.ndarray | None:
         """The experts of positions from `start` to before `stop`: a view, whose last step's rows are still to come."""
@@ -148,7 +167,7 @@ class Request:
 
     def returned_routes(self) -> np.ndarray | None:
         """A copy for the caller, without positions after the last token but one: the last one is never computed."""
-        routes = self.known_routes(0, min(self.routed, len(self.tokens) - 1))
+        routes = self.known_routes(0, min(self.routes_known, len(self.tokens) - 1))
         return None if routes is None else routes.copy()
 
     def check_stop_strings(self) -> None:

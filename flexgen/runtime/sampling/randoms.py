@@ -1,4 +1,4 @@
-"""Counter-based randomness: noise that depends on a request's seed and position alone, never on its neighbours.
+"""Counter-based randomness for the sampler: noise that depends on a request's seed and position alone, never on its neighbours.
 
 Philox 2x32 from J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Words of 32 bits live in int64
 tensors: the product of two of them may wrap, which leaves both of its halves right. Torch's own generators are not used.

@@ -1,4 +1,4 @@
-"""Logits to tokens and logprobs, in the order of vLLM's V1 sampler, one row a request.
+"""Logits to tokens and logprobs, in the order of vLLM's V1 sampler, one row a request. `DeviceStep.draw` calls `sample`.
 
 fp32 logits -> bias and masks -> penalties -> temperature -> min_p -> top_k -> top_p -> one log-softmax, which the draw and
 the returned logprobs share. Parameters lie in device tables indexed by slot, so a step is described by its slots alone.
@@ -18,16 +18,12 @@ from torch import Tensor
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.sampling.randoms import exponential_noise
-from flexgen.runtime.transfer import upload
+from flexgen.runtime.transfer import Download, upload
 
 NEVER = float("-inf")
 
 LogitsEdit = Callable[[Tensor], Tensor]
 """A host-side rule of a lock-step batch: (R, V) fp32 in and out."""
-
-Finish = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-"""`finish`, or the kernel that stands for it."""
-
 
 @dataclass(frozen=True)
 class Features:
@@ -74,6 +70,10 @@ class Sampled:
     ranks_R: Tensor
     top_ids_RK: Tensor | None = None
     top_logprobs_RK: Tensor | None = None
+
+    def download(self) -> Download:
+        """The five of them, in this order, on their way to the host."""
+        return Download((self.tokens_R, self.logprobs_R, self.ranks_R, self.top_ids_RK, self.top_logprobs_RK))
 
 
 def biases(request: Request) -> bool:
@@ -196,6 +196,15 @@ def finish(
     return tokens_R, chosen_R1[:, 0], ranks_R, logprobs_RV if keep else None
 
 
+def finish_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """`finish` for tensors on `device`: on CUDA the kernel that stands for it."""
+    if device.type != "cuda":
+        return finish
+    from flexgen.runtime.sampling import kernel  # Triton is there where CUDA is
+
+    return kernel.finish
+
+
 def sample(
     logits_RV: Tensor,
     slots_R: Tensor,
@@ -206,14 +215,12 @@ def sample(
     raw: bool = False,
     mask: LogitsEdit | None = None,
     process: LogitsEdit | None = None,
-    finish_with: Finish = finish,
 ) -> Sampled:
     """Draw one token a row. `lengths_R` (int64) is each request's length, the position that the token will take.
 
     Ids from `real_vocab` on have no token and a logprob of -inf. With `raw` the returned logprobs are those of the
     model's own logits; else (the default mode) exactly those that were drawn from. `mask` and `process` are the
     host-side rules of a lock-step batch. Tables are read, except the penalty counts, which take the new tokens.
-    `finish_with` is `finish`, or the kernel that stands for it.
     """
     numbers_R6, integers_R3 = tables.numbers_S6[slots_R], tables.integers_S3[slots_R]
     temperature_R, seeds_R = numbers_R6[:, 0], integers_R3[:, 1]
@@ -233,7 +240,8 @@ def sample(
     if features.truncates:
         logits_RV = keep_top(logits_RV, integers_R3[:, 0], numbers_R6[:, 1])
     keep = features.top_logprobs > 0 and not raw
-    tokens_R, logprobs_R, ranks_R, logprobs_RV = finish_with(
+    last_stage = finish_on(logits_RV.device)
+    tokens_R, logprobs_R, ranks_R, logprobs_RV = last_stage(
         logits_RV, temperature_R, seeds_R, lengths_R, real_vocab, features.random, divide, keep
     )
     if features.penalises:

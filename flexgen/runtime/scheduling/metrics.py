@@ -1,4 +1,4 @@
-"""Counters of one engine since it started."""
+"""Counters of one engine since it started. Scheduler and engine count, `LLM.metrics` shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which page holds which tokens: pools, block tables, the prefix cache. Host side only; tensors live in `cache`.
+"""Which page holds which tokens: pools, block tables, the prefix cache. The scheduler asks; the tensors are `pools`' affair.
 
 A page group has its own pool and one block table a request; `block_size` is the same in all groups, so one chain of hashes
 over token blocks names a block in every pool. Page 0 is the pad page and never handed out.
@@ -107,7 +107,7 @@ def block_hashes(known: Sequence[bytes], root: bytes, tokens: Sequence[int], blo
     return fresh
 
 
-class PageTables:
+class BlockTables:
     """The block tables of all requests over all groups. `windows[g]` is None where group g keeps every token."""
 
     def __init__(self, pages: Sequence[int], windows: Sequence[int | None], block_size: int, prefix_caching: bool) -> None:
@@ -127,6 +127,17 @@ class PageTables:
         if window is None:
             return self.blocks(tokens)
         return min(self.blocks(tokens), self.blocks(window - 1 + chunk) + 1)
+
+    def check_fits(self, prompt: int, new: int, chunk: int) -> None:
+        """Raise where a request of `prompt` tokens and up to `new` more would not fit into empty pools."""
+        for group, pool in enumerate(self.pools):
+            needed = self.most_blocks(group, prompt + new - 1, chunk)  # the last token is never written
+            if needed > pool.pages:
+                raise ValueError(
+                    f"{prompt} prompt tokens and up to {new} new ones take {needed} blocks of {self.block_size} tokens, "
+                    f"and there are {pool.pages} in all; lower max_tokens or raise num_gpu_blocks_override or "
+                    "gpu_memory_utilization"
+                )
 
     def begin(self, request: Request, root: bytes) -> None:
         """Empty tables for a request that enters; its cached prefix is found under `root`."""

@@ -1,4 +1,4 @@
-"""Tensors that requests keep between steps: K/V pools by page group, recurrent state by slot.
+"""Tensors that requests keep between steps: K/V pools by page group, recurrent state by slot. The engine makes one `Cache`.
 
 Layers of one (kv_heads, head_dim, window) form a page group. Each of its layers has its own pools, k and v, of shape
 (pages + 1, block_size, kv_heads, head_dim); the group shares one block table. `SharedPages` entries use their owner's.
@@ -6,15 +6,15 @@ Layers of one (kv_heads, head_dim, window) form a page group. Each of its layers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexgen.contract.abi import Pages, SharedPages, Slots, State
+from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State
+from flexgen.runtime.served import ServedModel
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Cache:
 
     tensors are allocated once and stay where they are for the engine's life.
     states holds, by entry, the state tensors of each layer with it.
-    routed (routers, tokens, K) int16 takes the experts of the first tokens of each step, for `routed_tokens` of them; -1
+    recorded (routers, tokens, K) int16 takes the experts of the first tokens of each step, for `routed_tokens` of them; -1
     where a router chooses fewer than K. None where `routed_tokens` is 0 or there are no routers.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: ServedModel,
         groups: Sequence[PageGroup],
         pages: Sequence[int],
         block_size: int,
@@ -92,16 +92,16 @@ class Cache:
                 self._bind_pages(model, group, count)
             self._bind_shared(model)
             self._bind_slots(model)
-            self._bind_routed(model, routed_tokens)
+            self._bind_recorded(model, routed_tokens)
 
-    def _bind_pages(self, model: Any, group: PageGroup, pages: int) -> None:
+    def _bind_pages(self, model: ServedModel, group: PageGroup, pages: int) -> None:
         shape = (pages + 1, self.block_size, group.geometry.kv_heads, group.geometry.head_dim)
         for index in group.layers:
             model.layers[index].k_pages = torch.zeros(shape, dtype=self.dtype, device=self.device)
             model.layers[index].v_pages = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def _bind_shared(self, model: Any) -> None:
-        last: dict[str, Any] = {}
+    def _bind_shared(self, model: ServedModel) -> None:
+        last: dict[str, Layer] = {}
         for layer, names in zip(model.layers, model.mixers):
             for name in names:
                 kept = model.state[name]
@@ -110,7 +110,7 @@ class Cache:
                 elif isinstance(kept, SharedPages):
                     layer.k_pages, layer.v_pages = last[kept.owner].k_pages, last[kept.owner].v_pages
 
-    def _bind_slots(self, model: Any) -> None:
+    def _bind_slots(self, model: ServedModel) -> None:
         for layer, names in zip(model.layers, model.mixers):
             for name in names:
                 if not isinstance(model.state[name], Slots):
@@ -122,14 +122,19 @@ class Cache:
                 layer.__dict__.update(made)
                 self.states.setdefault(name, []).append(list(made.values()))
 
-    def _bind_routed(self, model: Any, tokens: int) -> None:
-        routers = [(layer, name, k) for layer, names in zip(model.layers, model.routed) for name, k in names.items()]
-        self.routed = None
+    def _bind_recorded(self, model: ServedModel, tokens: int) -> None:
+        routers = [(layer, name, k) for layer, names in zip(model.layers, model.routers) for name, k in names.items()]
+        self.recorded = None
         if tokens and routers:
             shape = (len(routers), -(-tokens // 8) * 8, max(k for _, _, k in routers))  # rows of whole 16 bytes
-            self.routed = torch.full(shape, -1, dtype=torch.int16, device=self.device)
+            self.recorded = torch.full(shape, -1, dtype=torch.int16, device=self.device)
         for index, (layer, name, k) in enumerate(routers):
-            setattr(layer, name, None if self.routed is None else self.routed[index, :, :k])
+            setattr(layer, name, None if self.recorded is None else self.recorded[index, :, :k])
+
+    @property
+    def recorded_shape(self) -> tuple[int, int] | None:
+        """(routers, experts of each) that are recorded of a token, or None where none are."""
+        return None if self.recorded is None else (self.recorded.shape[0], self.recorded.shape[2])
 
     def slot_bytes(self, entry: str) -> int:
         """Bytes of recurrent state that one slot takes over all layers with `entry`."""
@@ -141,8 +146,8 @@ class Cache:
         paged = sum(
             (pages + 1) * group.page_bytes(self.block_size, self.dtype) for group, pages in zip(self.groups, self.pages)
         )
-        routed = 0 if self.routed is None else self.routed.nbytes
-        return paged + sum(map(self.slot_bytes, self.states)) * (self.slots + 1) + routed
+        recorded = 0 if self.recorded is None else self.recorded.nbytes
+        return paged + sum(map(self.slot_bytes, self.states)) * (self.slots + 1) + recorded
 
     def clear_state(self, slots: Tensor) -> None:
         """Zero the recurrent state of `slots` (int64)."""
@@ -150,8 +155,19 @@ class Cache:
             for state in (state for layer in layers for state in layer):
                 state.index_fill_(0, slots, 0)
 
+    def keep_state(self, slots: Tensor) -> Callable[[], None]:
+        """A function that puts the recurrent state of `slots` (int64) back to what it is now, of which it holds a copy."""
+        states = [state for layers in self.states.values() for layer in layers for state in layer]
+        kept = [state[slots] for state in states]
 
-def state_bytes(model: Any) -> int:
+        def restore() -> None:
+            for state, before in zip(states, kept):
+                state[slots] = before
+
+        return restore
+
+
+def state_bytes(model: ServedModel) -> int:
     """Bytes of recurrent state that one slot takes over all layers."""
     entries = [model.state[name] for names in model.mixers for name in names]
     tensors = [tensor for kept in entries if isinstance(kept, Slots) for tensor in kept.tensors.values()]

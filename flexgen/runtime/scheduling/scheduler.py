@@ -1,4 +1,4 @@
-"""Which requests run in the next step, and how many tokens of each: first come, first served.
+"""Which requests run in the next step, and how many tokens of each: first come, first served. The engine asks before each step.
 
 Running requests go first, oldest first: one token for those that decode, a chunk of the rest for those in prefill. Then
 waiting ones enter while slots, pages and the token budget last. When pages run out, the youngest running request goes
@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.scheduling.metrics import Metrics
-from flexgen.runtime.scheduling.pages import PageTables, TableChange
+from flexgen.runtime.scheduling.pages import BlockTables, TableChange
 
 
 @dataclass(slots=True)
@@ -39,11 +39,17 @@ class StepPlan:
     def decode_only(self) -> bool:
         return all(row.decodes for row in self.rows)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of its tokens are prompt tokens."""
+        in_prompt = [row for row in self.rows if row.start < len(row.request.prompt)]
+        return sum(min(row.count, len(row.request.prompt) - row.start) for row in in_prompt)
+
 
 class Scheduler:
     """Waiting and running requests. Both lists are kept in order of arrival."""
 
-    def __init__(self, tables: PageTables, max_num_seqs: int, max_num_batched_tokens: int, metrics: Metrics) -> None:
+    def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, metrics: Metrics) -> None:
         self.tables, self.metrics = tables, metrics
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []

@@ -1,16 +1,16 @@
-"""How many pages the pools of an engine get: one tested function derives each group's number from the full group's."""
+"""How many pages the pools of an engine get, which asks when it is made: memory decides the full group's, and that the others'."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from flexgen.errors import FlexgenError
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.scheduling.pools import PageGroup, group_pages, state_bytes
+from flexgen.runtime.served import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _DEVICE_RESERVE_BYTES = 2**30
 """Device memory left for activations, graphs and the sampler."""
 
 
-def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) -> list[int]:
+def size_pools(model: ServedModel, groups: Sequence[PageGroup], options: EngineOptions) -> list[int]:
     """Pages of each group's pool: `num_gpu_blocks_override`, or what memory holds but no more than all slots can use."""
 
     def pages(full: int) -> list[int]:
@@ -50,7 +50,7 @@ def size_pools(model: Any, groups: Sequence[PageGroup], options: EngineOptions) 
     return pages(low)
 
 
-def _cache_bytes(model: Any, options: EngineOptions) -> int:
+def _cache_bytes(model: ServedModel, options: EngineOptions) -> int:
     """What pages may take: on a device, what weights and recurrent state leave of it."""
     if model.device.type != "cuda":
         return _CPU_CACHE_BYTES
@@ -59,6 +59,6 @@ def _cache_bytes(model: Any, options: EngineOptions) -> int:
     return int(total * options.gpu_memory_utilization) - taken
 
 
-def _slots_bytes(model: Any, options: EngineOptions) -> int:
+def _slots_bytes(model: ServedModel, options: EngineOptions) -> int:
     """Recurrent state of all slots, the pad slot included."""
     return state_bytes(model) * (options.max_num_seqs + 1)

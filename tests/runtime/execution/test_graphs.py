@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen.errors import FlexgenError
-from flexgen.runtime.execution import step as runner_module
+from flexgen.runtime.execution import start
 from flexgen.runtime.execution.graphs import Captured, Graphs, packed_shapes
 from flexgen.runtime.execution.packed import Packed, Piece, Shape, numbers
 from flexgen.runtime.ladder import ladder
@@ -31,21 +31,21 @@ class HostGraphs(Graphs):
     """Captures nothing: everything but the capture itself is the real thing."""
 
     def _captured(self, what, run):
-        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.steps.reads())
+        self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.step.tensors())
         result = run() if what.startswith("sampling") else None  # a capture runs nothing, but its result has to exist
         return Captured(Rerun(run, result), result)
 
 
-def host_graphs(runner, sizes, kind=HostGraphs, at_start=False):
-    """Let `runner` run by graphs that a host can replay."""
+def host_graphs(core, sizes, kind=HostGraphs, at_start=False):
+    """Let an engine run by graphs that a host can replay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "Graphs", kind)
-        runner.capture(sizes, at_start)
+        patch.setattr(start, "Graphs", kind)
+        core.runner.graphs = start.capture(core.runner.step, core.options, sizes, at_start)
 
 
 def with_graphs(toy, sizes, at_start=False, **options):
     llm = engine(toy, **options)
-    host_graphs(llm.llm_engine.runner, sizes, at_start=at_start)
+    host_graphs(llm.llm_engine, sizes, at_start=at_start)
     return llm
 
 
@@ -147,9 +147,8 @@ class Uncapturable(HostGraphs):
 def test_what_has_no_graph_still_runs_and_the_report_lists_it():
     toy = Toy()
     llm, plain = engine(toy), engine(toy)
-    runner = llm.llm_engine.runner
     assert "decode: without graphs" in llm.report().splitlines()
-    host_graphs(runner, [1, 2, 4], Uncapturable)
+    host_graphs(llm.llm_engine, [1, 2, 4], Uncapturable)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for batch in ([[1, 2]], [[1, 2], [3]], [[1, 2], [3], [4, 5, 6]]):
         mine, theirs = (run(each, batch, params) for each in (llm, plain))

@@ -21,34 +21,33 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert result.returncode == 0, result.stdout + result.stderr
 
 else:
-    from flexgen.runtime.ops import operators
-
-    kernels_of = {}
+    from flexgen.runtime.ops import library
 
     def on_host(name, *, cpu, cuda, fake, mutates=()):
-        kernels_of[name] = cuda
-        as_defined(name, cpu=cpu, cuda=cuda, fake=fake, mutates=mutates)
+        as_defined(name, cpu=cuda, cuda=cuda, fake=fake, mutates=mutates)
 
-    as_defined, operators.operator = operators.operator, on_host
+    as_defined, library.define_op = library.define_op, on_host
     from flexgen import LLM, SamplingParams
     from flexgen.contract.abi import PAD_SLOT
-    from flexgen.runtime.execution import step as runner
-    from flexgen.runtime.execution import tables as slots
-    from flexgen.runtime.execution import tables_kernel as slot_kernels
+    from flexgen.runtime.execution import tables_kernel
+    from flexgen.runtime.execution.tables import SlotTables
     from flexgen.runtime.ops import elementwise as ops
-    from flexgen.runtime.ops import experts as moe
+    from flexgen.runtime.ops import expert_backends, experts
     from flexgen.runtime.ops.kernels import linear
-    from flexgen.runtime.sampling import kernel as sampling
+    from flexgen.runtime.sampling import kernel, sampler
 
-    for name, cuda in kernels_of.items():
-        operators._LIBRARY.impl(name, cuda, "CPU", allow_override=True)
     ops.project = lambda x_TD, weight_OD, bias_O=None: torch.ops.flexgen.linear(x_TD, weight_OD, bias_O)
     linear.serves = lambda x_TD, weight_OD: x_TD.shape[0] <= 64
-    moe._takes_reference = lambda x_TD: False
-    moe.BACKENDS = ((lambda x_TD, weights: True, moe.routed),)
-    runner._last_stage = lambda device: sampling.finish
-    slots.rows, slots.places = slot_kernels.rows, slot_kernels.places
-    slots.advance = lambda *tables: slot_kernels.advance(*tables, PAD_SLOT)
+    experts._takes_reference = lambda x_TD: False
+    expert_backends.BACKENDS = ((lambda x_TD, weights: True, expert_backends.routed),)
+    sampler.finish_on = lambda device: kernel.finish
+    SlotTables.rows = lambda mine, slots: tables_kernel.rows(slots, mine.last_S, mine.length_S)
+    SlotTables.places = lambda mine, slots, group, size: tables_kernel.places(
+        slots, mine.length_S, mine.blocks_SB[group], size
+    )
+    SlotTables.advance = lambda mine, slots, tokens: tables_kernel.advance(
+        slots, tokens, mine.last_S, mine.length_S, PAD_SLOT
+    )
 
     from tiny import SPECS, expected, prompt, saved
 

@@ -10,10 +10,11 @@ from tiny import SPECS, dump, prompt, saved, tiny_config
 from torch._dynamo.utils import counters
 
 from flexgen import LLM, SamplingParams
-from flexgen.runtime.execution import regional
-from flexgen.runtime.execution import step as runner
+from flexgen.runtime.execution import regional, start
 from flexgen.runtime.execution.regional import compile_layers
-from flexgen.runtime.ops import experts as moe
+from flexgen.runtime.ops import expert_backends as moe
+from flexgen.runtime.ops import experts
+from flexgen.runtime.options import EngineOptions
 
 LENGTHS = (1, 40, 2, 17, 1, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -24,7 +25,7 @@ def fresh(monkeypatch):
     """Nothing compiled, nothing counted, and the compiler's settings put back afterwards."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(runner, "compile_layers", partial(compile_layers, backend="eager"))
+    monkeypatch.setattr(start, "compile_layers", partial(compile_layers, backend="eager"))
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
         yield
     torch._dynamo.reset()
@@ -39,7 +40,8 @@ def compiled(folder, **options):
     """An engine that starts as on a GPU, and how many graphs that took."""
     before = graphs()
     llm = engine(folder, **options)
-    llm.llm_engine.runner.compile(4, [1, 2, 4])
+    core = llm.llm_engine
+    start.compile_step(core.runner.step, core.options, [1, 2, 4])
     return llm, graphs() - before
 
 
@@ -77,7 +79,7 @@ def test_experts_that_change_with_the_number_of_tokens_take_no_more_variants(spe
     used = set()
     noted = lambda name: lambda *call: used.add(name) or moe.each(*call)
     few = lambda x_TD, weights: x_TD.shape[0] <= moe.ROUTED_TOKENS
-    monkeypatch.setattr(moe, "_takes_reference", lambda x_TD: False)
+    monkeypatch.setattr(experts, "_takes_reference", lambda x_TD: False)
     monkeypatch.setattr(moe, "BACKENDS", ((few, noted("few")), (lambda x_TD, weights: True, noted("many"))))
     folder, prompts = saved(spec)[1], [prompt(length, seed=length) for length in (60, 1, 61, 59, 50, 58, 3)]
     sizes = {"max_num_seqs": 7, "num_gpu_blocks_override": 70, "max_model_len": 70}
@@ -105,12 +107,13 @@ def test_twice_the_layers_take_no_more_compilations(spec, tmp_path):
 @pytest.mark.parametrize("most_tokens", [1, 2, 7, 200, 256, 257, 258, 300, 8192])
 @pytest.mark.parametrize("max_model_len", [2, 48, 4096])
 def test_prompts_that_are_rehearsed_fit_and_reach_both_kinds_of_experts(most_tokens, max_model_len):
-    made = engine(saved("qwen3_moe")[1]).llm_engine.runner
-    made.most_tokens, made.max_model_len = most_tokens, max_model_len
-    sizes = [rows * tokens + 1 for rows, tokens in made._prompts()]
-    assert all(tokens <= max(max_model_len, runner._SHORT_PROMPT) for _, tokens in made._prompts())
+    step = engine(saved("qwen3_moe")[1]).llm_engine.runner.step
+    options = EngineOptions(max_model_len, max_num_seqs=min(4, most_tokens), max_num_batched_tokens=most_tokens)
+    prompts = start.rehearsed_prompts(step, options)
+    sizes = [rows * tokens + 1 for rows, tokens in prompts]
+    assert all(tokens <= max(max_model_len, start._SHORT_PROMPT) for _, tokens in prompts)
     assert max(sizes, default=0) <= most_tokens
-    assert max(sizes, default=0) > moe.ROUTED_TOKENS or most_tokens <= moe.ROUTED_TOKENS + runner._LONG_PROMPT
+    assert max(sizes, default=0) > moe.ROUTED_TOKENS or most_tokens <= moe.ROUTED_TOKENS + start._LONG_PROMPT
 
 
 def test_a_layer_with_more_variants_than_it_may_have_raises(monkeypatch):
@@ -131,6 +134,6 @@ def test_what_fails_in_the_thread_that_compiles_kernels_is_raised(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(runner, "rehearse", broken)
+    monkeypatch.setattr(start, "rehearse", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
         compiled(saved("llama")[1])

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import Bench, expected, prompt, reference, tiny_config
+from tiny import expected, prompt, reference, tiny_config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from flexgen.runtime.loading.lora import AdapterError, ExpertLowRank, LowRank, merge_experts, merge_rows
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.ops.experts import experts
+from flexgen.verify.harness import Harness
 
 DENSE = ["q_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -67,7 +68,7 @@ def test_merge_equals_peft(case, tmp_path):
             changed += merge.MERGES[role](weight, weight.clone(), deltas, ours.dims)
     assert changed == len(ours.layers) * (len(DENSE) + len(stacked))
     tokens = prompt(24)
-    got = Bench(ours).run({0: tokens})[0]
+    got = Harness(ours).feed({0: tokens})[0]
     assert (got - expected(peft, tokens)).abs().max() < 1e-4
 
 
@@ -179,14 +180,14 @@ def test_adapters_with_a_module_an_expert_compute_what_peft_makes_of_them(tmp_pa
     peft = PeftModel.from_pretrained(oracle, tmp_path)
     merge, tokens = ours.package.merge, prompt(24)
     assert {merge.LORA[f"mlp.experts.*.{name}"] for name in ("gate_proj", "up_proj")} == {("moe_gate_up",)}
-    plain = Bench(ours).run({0: tokens})[0]
+    plain = Harness(ours).feed({0: tokens})[0]
     for index, layer in enumerate(ours.layers):
         prefix = f"model.layers.{index}."
         deltas = {m.removeprefix(prefix): [LowRank(a, b, 2.0)] for m, (a, b) in modules.items() if m.startswith(prefix)}
         for role, modules_changed in (("moe_gate_up", 10), ("moe_down", 5)):
             weight = getattr(layer, role)
             assert merge.MERGES[role](weight, weight.clone(), deltas, ours.dims) == modules_changed
-    got = Bench(ours).run({0: tokens})[0]
+    got = Harness(ours).feed({0: tokens})[0]
     assert (got - expected(peft, tokens)).abs().max() < 1e-4
     assert (got - plain).abs().max() > 0.1
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import Bench, expected, prompt, reference, tiny_config
+from tiny import expected, prompt, reference, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -13,6 +13,7 @@ from flexgen import LLM, SamplingParams
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.mxfp4 import dequantise
+from flexgen.verify.harness import Harness
 from flexgen.verify.reference import save
 
 
@@ -71,7 +72,7 @@ def test_a_quantised_checkpoint_is_the_model_that_transformers_makes_of_it(tmp_p
         assert torch.equal(ours.moe_down, theirs.mlp.experts.down_proj)
     tokens = prompt(40)
     wanted = expected(oracle, tokens)
-    assert (Bench(model).run({0: tokens})[0] - wanted).abs().max() < 1e-4
+    assert (Harness(model).feed({0: tokens})[0] - wanted).abs().max() < 1e-4
     llm = LLM(model, skip_tokenizer_init=True, max_model_len=64, num_gpu_blocks_override=8)
     (answer,) = llm.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     got = answer.outputs[0].token_ids

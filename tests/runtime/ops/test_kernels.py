@@ -31,10 +31,11 @@ else:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from flexgen.contract.abi import PAD_SLOT
-    from flexgen.runtime.execution import tables as plain_slots
-    from flexgen.runtime.execution import tables_kernel as slots
+    from flexgen.runtime.execution import tables_kernel
+    from flexgen.runtime.execution.tables import SlotTables
     from flexgen.runtime.ops import attention
-    from flexgen.runtime.ops import experts as moe
+    from flexgen.runtime.ops import expert_backends as moe
+    from flexgen.runtime.ops.experts import top_k
     from flexgen.runtime.ops.kernels import causal_conv, delta_rule, experts, linear, paged_attention, routing
     from flexgen.runtime.ops.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.ops.recurrent import delta_rule as delta_reference
@@ -134,11 +135,10 @@ else:
         if layout == "in_out":
             gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
         biases = (torch.randn(count, 2 * inner), torch.randn(count, width)) if biased else (None, None)
-        return moe.Weights(gate_up, down, layout, interleaved, *biases), gate
+        return moe.ExpertWeights(gate_up, down, layout, interleaved, *biases), gate
 
     def assert_experts_agree(x, weights_TK, experts_TK, weights, gate, launch=None):
-        arguments = weights.flat(gate)
-        parts = experts.route_outputs(x, experts_TK, **arguments, launch=launch) * weights_TK[..., None]
+        parts = experts.route_outputs(x, experts_TK, weights, gate, launch) * weights_TK[..., None]
         expected = moe.each(x, experts_TK, weights, gate) * weights_TK[..., None]
         torch.testing.assert_close(parts, expected, atol=2e-5, rtol=1e-4)
 
@@ -148,14 +148,14 @@ else:
         torch.manual_seed(4)
         weights, gate = expert_weights(form, count, 40, 24)
         scores = torch.rand(tokens, count)
-        assert_experts_agree(torch.randn(tokens, 40), *moe.top_k(scores, k), weights, gate)
+        assert_experts_agree(torch.randn(tokens, 40), *top_k(scores, k), weights, gate)
 
     @pytest.mark.parametrize("form", ["out_in", "gpt_oss"])
     def test_experts_in_16_bits(form):
         torch.manual_seed(9)
         weights, gate = expert_weights(form, 5, 40, 24)
-        x, (_, chosen) = torch.randn(9, 40), moe.top_k(torch.rand(9, 5), 2)
-        halves = moe.Weights(*(w.half() if isinstance(w, torch.Tensor) else w for w in vars(weights).values()))
+        x, (_, chosen) = torch.randn(9, 40), top_k(torch.rand(9, 5), 2)
+        halves = moe.ExpertWeights(*(w.half() if isinstance(w, torch.Tensor) else w for w in vars(weights).values()))
         result = moe.routed(x.half(), chosen, halves, gate)
         assert result.dtype == torch.float16
         torch.testing.assert_close(result.float(), moe.each(x, chosen, weights, gate), atol=2e-2, rtol=5e-3)
@@ -164,7 +164,7 @@ else:
     def test_what_follows_grouped_products_equals_its_plain_form(form):
         torch.manual_seed(10)
         weights, gate = expert_weights(form, 5, 40, 24)
-        (_, chosen), down_bias = moe.top_k(torch.rand(7, 5), 3), weights.down_bias
+        (_, chosen), down_bias = top_k(torch.rand(7, 5), 3), weights.down_bias
         sorted_M, order_M = chosen.flatten().to(torch.int16).sort(stable=True)
         h_MJ, y_MD = torch.randn(21, 48), torch.randn(21, 40)
         found = moe._gated_cuda(h_MJ, sorted_M, weights, gate)
@@ -185,7 +185,7 @@ else:
     @pytest.mark.parametrize("block_m", [16, 32])
     def test_blocks_hold_each_route_once(tokens, count, k, block_m):
         torch.manual_seed(6)
-        _, chosen = moe.top_k(torch.rand(tokens, count), k)
+        _, chosen = top_k(torch.rand(tokens, count), k)
         routes = tokens * k
         launch = experts.Launch(block_m, min(routes, routes // block_m + min(count, routes)), 16, 16)
         order, expert, start, rows = experts._sort(chosen, count, launch)
@@ -315,16 +315,18 @@ else:
 
     @pytest.mark.parametrize("taken", [[3], [2, 0, 5, 0, 0], [4, 1]])
     def test_tables_by_slot(taken):
-        slots_R, last_S, length_S = torch.tensor(taken), torch.randint(0, 9, (6,)), torch.randint(1, 60, (6,))
-        last_S[0], length_S[0] = 0, 1
-        blocks_SB = torch.randperm(6 * 5).reshape(6, 5).int()
-        for ours, theirs in (
-            (slots.rows(slots_R, last_S, length_S), plain_slots.rows(slots_R, last_S, length_S)),
-            (slots.places(slots_R, length_S, blocks_SB, 12), plain_slots.places(slots_R, length_S, blocks_SB, 12)),
+        slots_R = torch.tensor(taken)
+        theirs = SlotTables(slots=5, groups=1, blocks=5, device=torch.device("cpu"))
+        theirs.last_S[1:], theirs.length_S[1:] = torch.randint(0, 9, (5,)), torch.randint(1, 60, (5,))
+        theirs.blocks_SB[0][:] = torch.randperm(6 * 5).reshape(6, 5)
+        last_S, length_S, (blocks_SB,) = theirs.last_S.clone(), theirs.length_S.clone(), theirs.blocks_SB
+        for found, expected in (
+            (tables_kernel.rows(slots_R, last_S, length_S), theirs.rows(slots_R)),
+            (tables_kernel.places(slots_R, length_S, blocks_SB, 12), theirs.places(slots_R, 0, 12)),
         ):
-            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
-        tables = [(last_S.clone(), length_S.clone()) for _ in range(2)]
-        slots.advance(slots_R, torch.arange(7, 7 + len(taken)), *tables[0], 0)
-        plain_slots.advance(slots_R, torch.arange(7, 7 + len(taken)), *tables[1])
-        assert torch.equal(tables[0][0], tables[1][0]) and torch.equal(tables[0][1], tables[1][1])
-        assert tables[0][0][0] == 0 and tables[0][1][0] == 1
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+        drawn_R = torch.arange(7, 7 + len(taken))
+        tables_kernel.advance(slots_R, drawn_R, last_S, length_S, 0)
+        theirs.advance(slots_R, drawn_R)
+        assert torch.equal(last_S, theirs.last_S) and torch.equal(length_S, theirs.length_S)
+        assert last_S[0] == 0 and length_S[0] == 1

@@ -10,7 +10,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from flexgen.runtime.ops import experts as moe
+from flexgen.runtime.ops import expert_backends as moe
+from flexgen.runtime.ops import experts as ops
 from flexgen.runtime.ops.experts import experts, renormalise, top_k
 
 torch.set_num_threads(1)
@@ -147,11 +148,11 @@ def test_traces_as_one_graph_with_dynamic_lengths():
 def test_grouped_products_equal_the_loop(oriented):
     torch.manual_seed(6)
     module = standard(5, 24, 16, torch.float32) if oriented == "out_in" else gpt_oss(5, 24, 16, torch.float32)
-    weights = moe.Weights(module.gate_up_proj, module.down_proj, oriented)
+    weights = moe.ExpertWeights(module.gate_up_proj, module.down_proj, oriented)
     gate = moe.Gate()
     if oriented == "in_out":
         biases = (module.gate_up_proj_bias, module.down_proj_bias)
-        weights = moe.Weights(module.gate_up_proj, module.down_proj, oriented, True, *biases)
+        weights = moe.ExpertWeights(module.gate_up_proj, module.down_proj, oriented, True, *biases)
         gate = moe.Gate(alpha=1.702, limit=0.7, up_offset=1.0)
     for tokens, k in ((1, 1), (3, 2), (40, 5)):
         x, (_, chosen) = torch.randn(tokens, 24), routes(tokens, 5, k)
@@ -163,7 +164,7 @@ def test_outputs_of_each_expert_weighted_and_added_are_the_loop(dtype, monkeypat
     torch.manual_seed(8)
     module, x, (weights, chosen) = gpt_oss(5, 24, 24, dtype), torch.randn(9, 24).to(dtype), routes(9, 5, 3)
     expected = run_gpt_oss(module, x, weights, chosen)
-    monkeypatch.setattr(moe, "_takes_reference", lambda x_TD: False)
+    monkeypatch.setattr(ops, "_takes_reference", lambda x_TD: False)
     monkeypatch.setattr(moe, "BACKENDS", ((lambda x_TD, weights: True, moe.each),))
     result = run_gpt_oss(module, x, weights, chosen)
     limit = 1e-6 if dtype == torch.float32 else 5e-3
@@ -183,9 +184,9 @@ def test_recording_traces_as_one_graph_and_leaves_other_rows():
 
 def test_shapes_dtypes_and_strides_choose_the_backend():
     module = standard(4, 24, 16, torch.bfloat16)
-    weights = moe.Weights(module.gate_up_proj, module.down_proj, "out_in")
+    weights = moe.ExpertWeights(module.gate_up_proj, module.down_proj, "out_in")
     few, many = (torch.zeros(tokens, 24).bfloat16() for tokens in (moe.ROUTED_TOKENS, moe.ROUTED_TOKENS + 1))
     assert moe.choose(few, weights) is moe.routed and moe.choose(many, weights) is moe.grouped
     odd = standard(4, 20, 12, torch.bfloat16)
-    assert moe.choose(torch.zeros(999, 20).bfloat16(), moe.Weights(odd.gate_up_proj, odd.down_proj, "out_in")) is moe.each
+    assert moe.choose(torch.zeros(999, 20).bfloat16(), moe.ExpertWeights(odd.gate_up_proj, odd.down_proj, "out_in")) is moe.each
     assert moe.choose(many.float(), weights) is moe.each

@@ -9,7 +9,7 @@ from flexgen.contract.abi import Pages
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.requests.stops import StopRules
-from flexgen.runtime.scheduling.pages import PagePool, PageTables, block_hashes
+from flexgen.runtime.scheduling.pages import BlockTables, PagePool, block_hashes
 from flexgen.runtime.scheduling.pools import Cache, PageGroup, group_pages, page_groups
 from tests.runtime.test_engine import engine, run
 from tests.runtime.toy import Toy
@@ -105,7 +105,7 @@ def test_a_block_is_named_by_its_whole_prefix_and_its_root():
 
 @pytest.mark.parametrize("length, blocks", [(8, 1), (9, 2), (10, 2), (12, 2), (13, 3)])
 def test_a_full_hit_leaves_a_token_to_compute(length, blocks):
-    tables = PageTables([10], [None], 4, True)
+    tables = BlockTables([10], [None], 4, True)
     computed(tables, range(20))
     one = request(range(length))
     tables.begin(one, b"r")
@@ -116,7 +116,7 @@ def test_a_full_hit_leaves_a_token_to_compute(length, blocks):
 
 
 def test_a_window_group_needs_only_the_blocks_that_the_next_token_sees():
-    tables = PageTables([20, 20], [None, 5], 4, True)
+    tables = BlockTables([20, 20], [None, 5], 4, True)
     computed(tables, range(32))
     window = tables.pools[1]
     one = request(range(30))

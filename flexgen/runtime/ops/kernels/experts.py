@@ -5,29 +5,32 @@ Then two grouped matrix products: gate and up with their activation, and down. T
 sums keep one order; the caller weighs and adds a token's K rows, which the compiler fuses with what follows.
 Shapes bound the number of blocks; blocks beyond the data return at once.
 
-For many tokens torch has grouped products; what comes after each of the two, `gated` and `placed`, is here.
+`expert_backends.routed` calls `route_outputs`; one token has kernels of its own, in `experts_one`.
 
 Shape suffixes: T tokens, D model width, I inner width, E experts, K experts of a token, M = T K routes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.ops.kernels.activations import activate
+from flexgen.runtime.ops.kernels.activations import gate_constants, gated
+from flexgen.runtime.ops.kernels.experts_one import one_token
 from flexgen.runtime.ops.kernels.launch import CHAIN, LINE, await_previous, lines, prefetch, processors
+
+if TYPE_CHECKING:
+    from flexgen.runtime.ops.expert_backends import ExpertWeights, Gate
 
 _BLOCK_K = 128
 _AHEAD = 512
 """Weights of a column of down that are asked for early, in 16 bits 1 KiB."""
-_ROWS = 4
-"""Rows of a program that moves them."""
 
 
 @triton.jit(do_not_specialize=["routes", "count", "blocks"])
@@ -54,22 +57,6 @@ def _sort_kernel(  # noqa: ANN202
         tl.store(block_rows + first + n, tl.minimum(rows - n * BLOCK_M, BLOCK_M))
     for idle in range(tl.sum(of_expert, 0) + expert, blocks, count):
         tl.store(block_rows + idle, 0)
-
-
-@triton.jit
-def _activate(gate, ACT: tl.constexpr, ALPHA: tl.constexpr):  # noqa: ANN001, ANN202
-    if ALPHA is not None:
-        return gate * tl.sigmoid(ALPHA * gate)
-    return activate(gate, ACT)
-
-
-@triton.jit
-def _gated(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):  # noqa: ANN001, ANN202
-    """`moe.Gate` of fp32 numbers."""
-    if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return (up + UP_OFFSET) * _activate(gate, ACT, ALPHA)
 
 
 @triton.jit
@@ -131,7 +118,7 @@ def _gate_up_kernel(  # noqa: ANN202
         second = 2 * n + 1 if INTERLEAVED else n + INNER
         gate += tl.load(bias + first, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + second, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
-    h_mn = _gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+    h_mn = gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
     to = hidden + (start + m)[:, None].to(tl.int64) * INNER + n[None, :]
     tl.store(to, h_mn.to(hidden.dtype.element_ty), mask=(m < rows)[:, None] & (n < INNER)[None, :])
 
@@ -184,66 +171,6 @@ def _down_kernel(  # noqa: ANN202
     tl.store(to, sums.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < WIDTH)[None, :])
 
 
-@triton.jit
-def _gate_up_one_kernel(  # noqa: ANN202
-    x, weight, bias, hidden, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
-    WIDTH: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """`_gate_up_kernel` for one token and weights with contiguous rows: products without a tile of idle rows."""
-    route = tl.program_id(1)
-    await_previous()
-    expert = tl.load(experts + route).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    live = n < INNER
-    first = 2 * n if INTERLEAVED else n
-    second = 2 * n + 1 if INTERLEAVED else n + INNER
-    weight += expert * weight_e
-    gates = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
-    ups = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
-    for at in tl.static_range(0, WIDTH, BLOCK_D):
-        d = at + tl.arange(0, BLOCK_D)
-        mask = live[:, None] & (d < WIDTH)[None, :]
-        gate_od = tl.load(weight + first[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
-        up_od = tl.load(weight + second[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
-        x_d = tl.load(x + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
-        gates += gate_od.to(tl.float32) * x_d
-        ups += up_od.to(tl.float32) * x_d
-    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
-    if BIAS:
-        bias += expert * bias_e
-        gate += tl.load(bias + first, mask=live, other=0.0).to(tl.float32)
-        up += tl.load(bias + second, mask=live, other=0.0).to(tl.float32)
-    h_n = _gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
-    tl.store(hidden + route * INNER + n, h_n.to(hidden.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _down_one_kernel(  # noqa: ANN202
-    hidden, weight, bias, out, experts, weight_e, weight_out, bias_e,  # noqa: ANN001
-    WIDTH: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """`_down_kernel` for one token and weights with contiguous rows."""
-    route = tl.program_id(1)
-    expert = tl.load(experts + route, cache_modifier=".cg").to(tl.int64)
-    n = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    live = n < WIDTH
-    weight += expert * weight_e
-    sums = tl.zeros((BLOCK_O, BLOCK_D), tl.float32)
-    for at in tl.static_range(0, INNER, BLOCK_D):
-        d = at + tl.arange(0, BLOCK_D)
-        mask = live[:, None] & (d < INNER)[None, :]
-        w_od = tl.load(weight + n[:, None] * weight_out + d[None, :], mask=mask, other=0.0)
-        if at == 0:
-            await_previous()
-        sums += w_od.to(tl.float32) * tl.load(hidden + route * INNER + d, mask=d < INNER, other=0.0).to(tl.float32)[None, :]
-    y_n = tl.sum(sums, 1)
-    if BIAS:
-        y_n += tl.load(bias + expert * bias_e + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + route * WIDTH + n, y_n.to(out.dtype.element_ty), mask=live)
-
-
 @dataclass(frozen=True)
 class Launch:
     """Block sizes of one call: BLOCK_M routes of one expert, at most `blocks` of them, and columns of each product."""
@@ -281,90 +208,51 @@ def _strides(weight: Tensor, layout: str) -> tuple[int, int, int]:
 
 
 def route_outputs(
-    x_TD: Tensor,
-    experts_TK: Tensor,
-    *,
-    gate_up: Tensor,
-    down: Tensor,
-    layout: str,
-    interleaved: bool,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    act: str,
-    alpha: float | None,
-    limit: float | None,
-    up_offset: float,
-    launch: Launch | None = None,
+    x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate, launch: Launch | None = None
 ) -> Tensor:
-    """The output of each token's experts: (T, K, D) in x's dtype. Arguments as in `moe.experts`."""
-    (tokens, choices), width, count = experts_TK.shape, x_TD.shape[1], gate_up.shape[0]
-    inner, routes = down.shape[2 if layout == "out_in" else 1], tokens * choices
-    if tokens == 1 and layout == "out_in" and launch is None:
-        return _one_token(
-            x_TD.contiguous(), experts_TK.contiguous(), gate_up, down, inner,
-            gate_up_bias, down_bias, {"ACT": act, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset},
-            interleaved,
-        )  # fmt: skip
-    launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device, layout)
+    """The output of each token's experts: (T, K, D) in x's dtype. `launch`: other block sizes than those of `Launch.of`."""
+    (tokens, choices), width, inner = experts_TK.shape, x_TD.shape[1], weights.inner
+    if tokens == 1 and weights.layout == "out_in" and launch is None:
+        return one_token(x_TD.contiguous(), experts_TK.contiguous(), weights, gate)
+    count = weights.gate_up.shape[0]
+    launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device, weights.layout)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     experts_TK = experts_TK.contiguous()
-    is_sorted = tokens > 1
-    order, *of_block = _sort(experts_TK, count, launch) if is_sorted else (experts_TK,) * 4
-    hidden = x_TD.new_empty((routes, inner))
+    routes = (experts_TK, *(_sort(experts_TK, count, launch) if tokens > 1 else (experts_TK,) * 4))
+    hidden = x_TD.new_empty((tokens * choices, inner))
     out = x_TD.new_empty((tokens, choices, width))
-    shared = {"WIDTH": width, "INNER": inner, "SORTED": is_sorted, "BLOCK_M": launch.block_m, "BLOCK_K": _BLOCK_K}
+    _gate_up(x_TD, hidden, routes, weights, gate, launch)
+    _down(hidden, out, routes, weights, launch)
+    return out
+
+
+def _gate_up(
+    x_TD: Tensor, hidden: Tensor, routes: Sequence[Tensor], weights: ExpertWeights, gate: Gate, launch: Launch
+) -> None:
+    """hidden (M, I): each route's gated product with gate and up. `routes`: the experts, and what `_sort` says of them."""
+    weight, bias, inner = weights.gate_up, weights.gate_up_bias, weights.inner
+    tokens, choices = routes[0].shape
     _gate_up_kernel[(triton.cdiv(inner, launch.gate_up_n), launch.blocks)](
-        x_TD, gate_up, x_TD if gate_up_bias is None else gate_up_bias, hidden, experts_TK, order, *of_block,
-        x_TD.stride(0), *_strides(gate_up, layout), 0 if gate_up_bias is None else gate_up_bias.stride(0),
-        **shared, CHOICES=choices, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, BLOCK_N=launch.gate_up_n,
-        ACT=act, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
+        x_TD, weight, x_TD if bias is None else bias, hidden, *routes,
+        x_TD.stride(0), *_strides(weight, weights.layout), 0 if bias is None else bias.stride(0),
+        WIDTH=x_TD.shape[1], INNER=inner, CHOICES=choices, SORTED=tokens > 1, INTERLEAVED=weights.interleaved,
+        BIAS=bias is not None, **gate_constants(gate),
+        BLOCK_M=launch.block_m, BLOCK_N=launch.gate_up_n, BLOCK_K=_BLOCK_K,
         num_warps=4, num_stages=4 if launch.gate_up_n <= 32 else 3, **CHAIN,
     )  # fmt: skip
+
+
+def _down(hidden: Tensor, out: Tensor, routes: Sequence[Tensor], weights: ExpertWeights, launch: Launch) -> None:
+    """out (T, K, D): each route's product of `hidden` with down."""
+    weight, bias, inner = weights.down, weights.down_bias, weights.inner
+    tokens, _, width = out.shape
     _down_kernel[(triton.cdiv(width, launch.down_n), launch.blocks)](
-        hidden, down, x_TD if down_bias is None else down_bias, out, experts_TK, order, *of_block,
-        *_strides(down, layout), 0 if down_bias is None else down_bias.stride(0),
-        **shared, BIAS=down_bias is not None, BLOCK_N=launch.down_n,
-        AHEAD=lines(inner, _AHEAD) if layout == "out_in" else 0, num_warps=4, num_stages=4, **CHAIN,
+        hidden, weight, hidden if bias is None else bias, out, *routes,
+        *_strides(weight, weights.layout), 0 if bias is None else bias.stride(0),
+        WIDTH=width, INNER=inner, SORTED=tokens > 1, BIAS=bias is not None,
+        AHEAD=lines(inner, _AHEAD) if weights.layout == "out_in" else 0,
+        BLOCK_M=launch.block_m, BLOCK_N=launch.down_n, BLOCK_K=_BLOCK_K, num_warps=4, num_stages=4, **CHAIN,
     )  # fmt: skip
-    return out
-
-
-def _one_token(
-    x_1D: Tensor,
-    experts_1K: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    inner: int,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate: dict[str, Any],
-    interleaved: bool,
-) -> Tensor:
-    """`route_outputs` of one token, where rows of the weights are contiguous."""
-    assert gate_up.stride(2) == 1 and down.stride(2) == 1
-    choices, width, device = experts_1K.shape[1], x_1D.shape[1], x_1D.device
-    hidden = x_1D.new_empty((choices, inner))
-    out = x_1D.new_empty((1, choices, width))
-    sizes = _one_blocks(choices * inner, width, device, tile=4096)
-    _gate_up_one_kernel[(triton.cdiv(inner, sizes["BLOCK_O"]), choices)](
-        x_1D, gate_up, x_1D if gate_up_bias is None else gate_up_bias, hidden, experts_1K,
-        *gate_up.stride()[:2], 0 if gate_up_bias is None else gate_up_bias.stride(0),
-        WIDTH=width, INNER=inner, INTERLEAVED=interleaved, BIAS=gate_up_bias is not None, **gate, **sizes, num_warps=4, **CHAIN,
-    )  # fmt: skip
-    sizes = _one_blocks(choices * width, inner, device, tile=8192)
-    _down_one_kernel[(triton.cdiv(width, sizes["BLOCK_O"]), choices)](
-        hidden, down, x_1D if down_bias is None else down_bias, out, experts_1K,
-        *down.stride()[:2], 0 if down_bias is None else down_bias.stride(0),
-        WIDTH=width, INNER=inner, BIAS=down_bias is not None, **sizes, num_warps=4, **CHAIN,
-    )  # fmt: skip
-    return out
-
-
-def _one_blocks(rows: int, width: int, device: torch.device, tile: int) -> dict[str, int]:
-    """BLOCK_O weight rows and BLOCK_D features of a program: a tile, or less where two a multiprocessor need work."""
-    block_d = min(tile, triton.next_power_of_2(width))
-    enough = triton.next_power_of_2(rows // (2 * processors(device)) + 1) // 2
-    return {"BLOCK_O": max(1, min(tile // block_d, enough)), "BLOCK_D": block_d}
 
 
 def _route_block(routes: int) -> int:
@@ -383,86 +271,3 @@ def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tenso
         num_warps=4, **CHAIN,
     )  # fmt: skip
     return (order, *of_block)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gate_kernel(  # noqa: ANN202
-    h, bias, experts, out, rows, bias_e,  # noqa: ANN001
-    INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    pair = tl.program_id(1) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-    await_previous()
-    live, route = m < rows, m.to(tl.int64)[:, None]
-    mask, both = live[:, None] & (n < INNER)[None, :], live[:, None] & (pair < 2 * INNER)[None, :]
-    expert = tl.load(experts + m, mask=live & BIAS, other=0).to(tl.int64)[:, None]
-    if INTERLEAVED:
-        h_mj = tl.load(h + route * 2 * INNER + pair[None, :], mask=both, other=0.0).to(tl.float32)
-        if BIAS:
-            h_mj += tl.load(bias + expert * bias_e + pair[None, :], mask=both, other=0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(h_mj, (BLOCK_M, BLOCK_N, 2)))
-    else:
-        of_gate = h + route * 2 * INNER + n[None, :]
-        gate = tl.load(of_gate, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(of_gate + INNER, mask=mask, other=0.0).to(tl.float32)
-        if BIAS:
-            of_gate = bias + expert * bias_e + n[None, :]
-            gate += tl.load(of_gate, mask=mask, other=0.0).to(tl.float32)
-            up += tl.load(of_gate + INNER, mask=mask, other=0.0).to(tl.float32)
-    h_mn = _gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
-    tl.store(out + route * INNER + n[None, :], h_mn.to(out.dtype.element_ty), mask=mask)
-
-
-def gated(
-    h_MJ: Tensor,
-    experts_M: Tensor,
-    bias: Tensor | None,
-    interleaved: bool,
-    act: str,
-    alpha: float | None,
-    limit: float | None,
-    up_offset: float,
-) -> Tensor:
-    """(M, 2I) products of sorted routes -> (M, I): the bias of their experts, if any, and the gate, in fp32."""
-    assert h_MJ.is_contiguous() and (bias is None or bias.stride(1) == 1)
-    rows, inner = h_MJ.shape[0], h_MJ.shape[1] // 2
-    out = h_MJ.new_empty((rows, inner))
-    block_m, block_n = _ROWS, min(1024, triton.next_power_of_2(inner))
-    _gate_kernel[(triton.cdiv(rows, block_m), triton.cdiv(inner, block_n))](
-        h_MJ, h_MJ if bias is None else bias, experts_M, out, rows, 0 if bias is None else bias.stride(0),
-        INNER=inner, INTERLEAVED=interleaved, BIAS=bias is not None, ACT=act, ALPHA=alpha, LIMIT=limit,
-        UP_OFFSET=up_offset, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, **CHAIN,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _place_kernel(  # noqa: ANN202
-    y, bias, experts, order, out, rows, bias_e,  # noqa: ANN001
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    await_previous()
-    live = m < rows
-    mask = live[:, None] & (n < WIDTH)[None, :]
-    y_mn = tl.load(y + m.to(tl.int64)[:, None] * WIDTH + n[None, :], mask=mask, other=0.0)
-    if BIAS:
-        expert = tl.load(experts + m, mask=live, other=0).to(tl.int64)[:, None]
-        y_mn = y_mn.to(tl.float32) + tl.load(bias + expert * bias_e + n[None, :], mask=mask, other=0.0).to(tl.float32)
-    route = tl.load(order + m, mask=live, other=0)[:, None]
-    tl.store(out + route * WIDTH + n[None, :], y_mn.to(out.dtype.element_ty), mask=mask)
-
-
-def placed(y_MD: Tensor, experts_M: Tensor, order_M: Tensor, bias: Tensor | None) -> Tensor:
-    """(M, D) rows of sorted routes, back in the order of the routes, with the bias of their experts, if any."""
-    assert y_MD.is_contiguous() and (bias is None or bias.stride(1) == 1)
-    rows, width = y_MD.shape
-    out, block_n = torch.empty_like(y_MD), min(1024, triton.next_power_of_2(width))
-    _place_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, block_n))](
-        y_MD, y_MD if bias is None else bias, experts_M, order_M, out, rows, 0 if bias is None else bias.stride(0),
-        WIDTH=width, BIAS=bias is not None, BLOCK_M=_ROWS, BLOCK_N=block_n, num_warps=4, **CHAIN,
-    )  # fmt: skip
-    return out

@@ -1,0 +1,63 @@
+"""What a caller gives as prompts and parameters, in any of its forms, as lists. `LLM` and `AsyncEngine` read it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from flexgen.runtime.requests.params import SamplingParams
+from flexgen.runtime.requests.tokens import Tokens
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Params = SamplingParams | Sequence[SamplingParams]
+"""One for all prompts, or one each."""
+
+
+def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[int]]:
+    """(text or None, token ids) of a prompt in any of its forms."""
+    if isinstance(prompt, str):
+        return prompt, tokens.encode(prompt)
+    if isinstance(prompt, Mapping):
+        known = {"prompt", "prompt_token_ids"}
+        if extra := [key for key in prompt if key not in known and prompt[key] is not None]:
+            raise NotImplementedError(f"a prompt's {', '.join(map(repr, extra))} is not supported")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is None and ids is None:
+            raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+        if text is not None and not isinstance(text, str):
+            raise _no_prompt(text)
+        return text, tokens.encode(text) if ids is None else ids
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise _no_prompt(prompt)
+    return None, prompt
+
+
+def _no_prompt(given: Any) -> TypeError:
+    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {given!r}")
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a call that may have been given one alone."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
+    prompts = list(prompts)
+    return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
+
+
+def params_list(
+    params: Params | None, count: int, check: Callable[[SamplingParams], SamplingParams]
+) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts, each as `check` returns it."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [check(params)] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise TypeError(f"sampling_params is one SamplingParams, or a list with one for each prompt; got {params!r}")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each")
+    return list(map(check, params))
