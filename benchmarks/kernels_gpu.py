@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,11 @@ import torch
 from timing import seconds
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND
+from flexgen.contract.abi import Pages
 from flexgen.runtime.ops import attention, recurrent
 from flexgen.runtime.ops import expert_backends as moe
 from flexgen.runtime.ops.experts import top_k
-from flexgen.runtime.ops.kernels import paged_attention
+from flexgen.runtime.ops.kernels import paged_attention, paged_decode
 from flexgen.runtime.ops.kernels.delta_rule import delta_step
 from flexgen.runtime.ops.kernels.experts import route_outputs
 
@@ -56,6 +58,9 @@ BATCHES = {
     "decode 48x256": [(1, 256)] * 48,
     "decode 48x1024": [(1, 1024)] * 48,
     "decode 256x640": [(1, 640)] * 256,
+    "decode 64x4096": [(1, 4096)] * 64,
+    "decode 16x16384": [(1, 16384)] * 16,
+    "decode 32768 and 60x512": [(1, 32768)] + [(1, 512)] * 60,
     "decode uneven": [(1, 37 * n + 1) for n in range(64)],
     "prefill 4x2048": [(2048, 2048)] * 4,
     "mixed": [(1, 700)] * 32 + [(512, 1536), (77, 77)],
@@ -84,14 +89,20 @@ def attention_cases() -> Iterator[dict]:
             scale, sets = width**-0.5, []
             for _ in range(DATA_SETS):
                 q = torch.randn(tokens, heads, width, device=DEVICE).bfloat16()
-                sets.append((q, *paged(rows, kv_heads, width), scale, window, sinks, cap))
-            q, k_pages, v_pages, *placed = sets[0][:6]
-            scoring = attention.Scoring(scale, window, None if sinks is None else sinks.float(), cap, True)
-            wide = (q.float(), k_pages.float(), v_pages.float())
-            expected = attention.attend_rows(attention.reference, *wide, *placed, scoring)
-            result = paged_attention.attend(*sets[0])
+                sets.append((q, attention.Keys(*paged(rows, kv_heads, width), None)))
+            q, keys = sets[0]
+            scoring = attention.Scoring(scale, window, sinks, cap, True)
+            exact = attention.Scoring(scale, window, None if sinks is None else sinks.float(), cap, True)
+            wide = (q.float(), keys.k_pages.float(), keys.v_pages.float())
+            placed = (keys.table_RB, keys.starts_R, keys.lengths_R)
+            expected = attention.attend_rows(attention.reference, *wide, *placed, exact)
+            kernel = paged_decode if tokens == len(rows) else paged_attention
+            if kernel is paged_decode:  # as an engine does, once a step
+                pages = Pages(kv_heads, width, window)
+                sets = [(q, replace(k, split=attention.plan_split(k.lengths_R, k.table_RB, PAGE, pages, q.dtype))) for q, k in sets]
+            result = kernel.attend(*sets[0], scoring)
             keys = sum(length if window is None else min(length, window + count - 1) for count, length in rows)
-            taken = seconds([partial(paged_attention.attend, *data) for data in sets], DEVICE)
+            taken = seconds([partial(kernel.attend, *data, scoring) for data in sets], DEVICE)
             moved = keys * kv_heads * width * 2 * 2 + 2 * q.nbytes
             yield {"kernel": "attention", "shape": f"{name}, {batch}", "error": error(result, expected)} | {
                 "microseconds": taken * 1e6,

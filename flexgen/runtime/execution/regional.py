@@ -109,4 +109,6 @@ def mark_sizes(step: Step) -> Step:
     for pages in step.pages.values():
         torch._dynamo.maybe_mark_dynamic(pages.slots_T, 0)
         torch._dynamo.maybe_mark_dynamic(pages.table_RB, (0, 1))
+        if pages.split is not None:
+            torch._dynamo.maybe_mark_dynamic(pages.split, 0)
     return step

@@ -20,9 +20,10 @@ from torch import Tensor
 from flexgen.contract.abi import PageStep, Step
 from flexgen.runtime.execution.packed import LAST, PADDING, Packed, Piece, Shape, numbers
 from flexgen.runtime.execution.tables import SlotTables
+from flexgen.runtime.ops.attention import plan_split
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.sampling.sampler import Features, LogitsEdit, Sampled, SamplingTables, sample
-from flexgen.runtime.scheduling.pools import Cache, has_recurrent_state
+from flexgen.runtime.scheduling.pools import Cache, PageGroup, has_recurrent_state
 from flexgen.runtime.served import ServedModel
 from flexgen.runtime.transfer import upload
 
@@ -64,7 +65,7 @@ class DeviceStep:
         pages = {}
         for index, group in enumerate(self.cache.groups):
             table_RB, places_R = self.tables.places(slots_R, index, self.cache.block_size)
-            pages.update(dict.fromkeys(group.entries, PageStep(places_R, table_RB)))
+            pages |= self._pages(group, places_R, table_RB, lengths_R)
         step = Step(positions_R, rows_R, starts_R, lengths_R, pages, slots_R if self.recurrent else None)
         return self.model.logits(self.model.forward(ids_R, self.mark(step)))
 
@@ -82,10 +83,15 @@ class DeviceStep:
             table_RB = blocks_SB[slots_R]
             page_T = table_RB[rows_T, packed.positions_T // size]
             places_T = page_T.long() * size + packed.positions_T % size
-            pages.update(dict.fromkeys(group.entries, PageStep(places_T, table_RB)))
+            pages |= self._pages(group, places_T, table_RB, lengths_R)
         state_R = slots_R if self.recurrent else None
         step = Step(packed.positions_T.clone(), rows_T, starts_R, lengths_R, pages, state_R)
         return self.model.forward(ids_T, self.mark(step))
+
+    def _pages(self, group: PageGroup, places_T: Tensor, table_RB: Tensor, lengths_R: Tensor) -> dict[str, PageStep]:
+        """A page group's part of a step, for each attention that uses it."""
+        split = plan_split(lengths_R, table_RB, self.cache.block_size, group.geometry, self.cache.dtype)
+        return dict.fromkeys(group.entries, PageStep(places_T, table_RB, split))
 
     def pieces_hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Hidden states of the pieces' tokens. A padding piece comes last: sizes of 1 are special to the compiler."""
