@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen.contract.abi import Layer, Pages, PageStep, Step
 from flexgen.runtime.ops.elementwise import softcap as cap_scores
-from flexgen.runtime.ops.library import define_op as operator
+from flexgen.runtime.ops.library import define_op, flat
 
 
 def write_pages(w: Layer, k_TKH: Tensor, v_TKH: Tensor, pages: PageStep) -> None:
@@ -48,20 +48,8 @@ def attend(
     softmax_fp32  False: softmax in the model's dtype, as gpt_oss does; backends on a GPU are at least as exact
     Tokens that no row owns come out as zeros, except in a decode step, where every token is a row.
     """
-    return torch.ops.flexgen.attend(
-        q_TNH,
-        w.k_pages,
-        w.v_pages,
-        pages.table_RB,
-        step.starts_R,
-        step.lengths_R,
-        pages.split,
-        sinks,
-        scale,
-        window,
-        softcap,
-        softmax_fp32,
-    )
+    keys = Keys(w.k_pages, w.v_pages, pages.table_RB, step.starts_R, step.lengths_R, pages.split)
+    return torch.ops.flexgen.attend(q_TNH, *flat(keys), *flat(Scoring(scale, window, sinks, softcap, softmax_fp32)))
 
 
 def plan_split(lengths_R: Tensor, table_RB: Tensor, page_size: int, pages: Pages, dtype: torch.dtype) -> Tensor | None:
@@ -213,27 +201,4 @@ def _attend_cuda(q_TNH: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
     return (paged_decode if is_decode else paged_attention).attend(q_TNH, keys, scoring)
 
 
-def _on(run: Callable[[Tensor, Keys, Scoring], Tensor]) -> Callable[..., Tensor]:
-    """`run` as an operator, whose arguments are tensors and numbers."""
-
-    def attend(
-        q_TNH: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        table_RB: Tensor,
-        starts_R: Tensor,
-        lengths_R: Tensor,
-        split: Tensor | None,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        softmax_fp32: bool,
-    ) -> Tensor:
-        keys = Keys(k_pages, v_pages, table_RB, starts_R, lengths_R, split)
-        return run(q_TNH, keys, Scoring(scale, window, sinks, softcap, softmax_fp32))
-
-    return attend
-
-
-operator("attend", cpu=_on(_attend_cpu), cuda=_on(_attend_cuda), fake=_on(lambda q_TNH, *_: torch.empty_like(q_TNH)))
+define_op("attend", cpu=_attend_cpu, cuda=_attend_cuda, fake=lambda q_TNH, *_: torch.empty_like(q_TNH))
