@@ -50,7 +50,8 @@ def run_bench(
             result.save(out)
             table.add_row(*_cells(result))
         console.print(table)
-        console.print(_startup(result))
+        if result is not None:
+            console.print(_startup(result))
 
 
 def run_profile(

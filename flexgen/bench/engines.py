@@ -74,7 +74,7 @@ class Flexgen:
 
     def close(self) -> None:
         """Release the device memory."""
-        self.llm = self.model = None
+        del self.llm, self.model
         _release()
 
     def _probe_routes(self, most: int) -> Tensor | None:
@@ -92,7 +92,8 @@ class Flexgen:
             enable_return_routed_experts=True,
         )
         outputs = probe.generate(DECODE.prompts(most, run=0), params, use_tqdm=False)
-        routes = [torch.from_numpy(output.outputs[0].routed_experts[DECODE.prompt :]) for output in outputs]
+        recorded = [output.outputs[0].routed_experts for output in outputs]
+        routes = [torch.from_numpy(experts[DECODE.prompt :]) for experts in recorded if experts is not None]
         del probe
         _release()
         return torch.stack(routes)

@@ -104,7 +104,9 @@ def _recorded(run: Callable[[], None], trace: Path) -> list[Any]:
 
 def _phase(name: str, steps: int, clock: float, events: Sequence[Any], read: dict[str, int]) -> Phase:
     """Kernels overlap: each counts from the end of what ended before it, so that their times add up to the device's."""
-    calls, taken, ended = Counter(), Counter(), 0.0
+    calls: Counter[str] = Counter()
+    taken: defaultdict[str, float] = defaultdict(float)
+    ended = 0.0
     for event in events:
         calls[event.name] += 1
         taken[event.name] += event.time_range.end - max(ended, event.time_range.start)

@@ -183,7 +183,7 @@ class Engine:
         if flight.values is None:
             return
         *columns, top_ids, top_logprobs = flight.values.read()
-        tops = repeat(((), ())) if top_ids is None else zip(top_ids, top_logprobs)
+        tops = repeat(((), ())) if top_ids is None else zip(top_ids, top_logprobs or ())
         for request, chosen, top in zip(flight.requests, zip(*columns), tops):
             if request.finished:
                 self.metrics.dropped_tokens += 1
@@ -205,10 +205,10 @@ class Engine:
         self.metrics.generated_tokens += 1
         self._groups[request].version += 1
         listed = None
-        if request.logprobs is not None:
+        if request.params.logprobs is not None:
             listed = token_logprobs(chosen, top, request.params.logprobs, self.tokens.decode_token)
         request.take(token, logprob, listed)
-        if request.finished:
+        if request.finish_reason is not None:
             self._finish(request, request.finish_reason, request.stop_reason)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:

@@ -24,16 +24,16 @@ def few_collections() -> Iterator[None]:
     """Meanwhile only young objects are searched. Several threads may be inside at once; the last one out ends it."""
     global _inside, _threshold
     with _lock:
-        *young, old = gc.get_threshold()
+        first, second, old = gc.get_threshold()
         if not _inside:
             _threshold = old
-            gc.set_threshold(*young, NEVER)
+            gc.set_threshold(first, second, NEVER)
         _inside += 1
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
-            *young, old = gc.get_threshold()
+            first, second, old = gc.get_threshold()
             if not _inside and old == NEVER:  # nobody else has set it since
-                gc.set_threshold(*young, _threshold)
+                gc.set_threshold(first, second, _threshold)

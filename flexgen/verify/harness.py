@@ -34,7 +34,9 @@ class Harness:
 
     def step(self, tokens: Mapping[int, Sequence[int]]) -> tuple[Tensor, Step]:
         """The next step, which feeds tokens to rows: ids (T,) and the step. Advances the rows."""
-        positions, rows, starts, spans = [], [], [0], []
+        positions: list[int] = []
+        rows: list[int] = []
+        starts, spans = [0], []
         for number, (row, fed) in enumerate(tokens.items()):
             positions += range(self.lengths[row], self.lengths[row] + len(fed))
             rows += [number] * len(fed)

@@ -66,6 +66,7 @@ class LayerRun:
         def layer(w: Layer, x_TD: Tensor, *rest: Any) -> Tensor:
             index = self.index[id(w)]
             call = self.calls[self.modules.layers[index]]
+            assert call.input is not None and call.first_output is not None
             given_TD, output_TD = call.input.flatten(0, -2), call.first_output.flatten(0, -2)
             if index == 0:
                 self._check(error(x_TD, given_TD), "the input of layer 0", self._embedding_line())
@@ -79,7 +80,7 @@ class LayerRun:
         return layer
 
     def _embedding_line(self) -> Place:
-        file = Path(self.model.package.walker.__file__)
+        file = Path(str(self.model.package.walker.__file__))
         lines = file.read_text().splitlines()
         return Place(file, next(n for n, text in enumerate(lines, 1) if "x_TD = F.embedding(" in text))
 
@@ -92,8 +93,9 @@ class LayerRun:
 
     def _difference(self) -> Difference:
         fault = self.tracer.fault
+        assert fault is not None
         place = fault.place
-        walker = Path(self.model.package.walker.__file__)
+        walker = Path(str(self.model.package.walker.__file__))
         return Difference(
             layer=self.at,
             kind=None if self.at is None else self.model.dims.kinds[self.at],

@@ -93,6 +93,7 @@ def _transformers(oracle: Any, model: Model, sequences: Sequence[Sequence[int]])
     for tokens in sequences:
         with reference.recorded({name: modules.named[name] for name in routers}) as calls:
             logits.append(reference.logits(oracle, tokens).float())
-        chosen = [calls[name].first_output.view(len(tokens), -1).topk(k).indices for name, k in routers.items()]
+        scores = {name: calls[name].first_output for name in routers}
+        chosen = [s.view(len(tokens), -1).topk(routers[name]).indices for name, s in scores.items() if s is not None]
         experts.append(torch.stack(chosen, 1).sort().values if chosen else torch.empty(len(tokens), 0, 0))
     return torch.cat(logits), torch.cat(experts)

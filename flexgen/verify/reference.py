@@ -52,7 +52,7 @@ def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> An
     model = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=dtype, attn_implementation="eager"
     )
-    return _plain_on_host(model.to(device).eval())
+    return _plain_on_host(model.to(device).eval())  # type: ignore[arg-type]
 
 
 _MIXERS = ("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -78,7 +78,7 @@ def _by_device(chosen: Callable[..., Any], own: Callable[..., Any]) -> Callable[
             return chosen(x, *args, **kwargs)
         return own(x, *args, **{name: value for name, value in kwargs.items() if name in accepted})
 
-    run.on_host = own
+    run.on_host = own  # type: ignore[attr-defined]
     return run
 
 

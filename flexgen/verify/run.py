@@ -55,6 +55,7 @@ def verify(
         model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder)  # first: it refuses what is none
         oracle = reference.load(Path(checkpoint), device)
         return _compare(name, str(checkpoint), model, oracle)
+    assert described is not None
     oracle = reference.tiny(described.model.tiny).to(device)
     with tempfile.TemporaryDirectory() as directory:
         reference.save(oracle, directory)

@@ -125,7 +125,7 @@ class Tracer:
 
     def _compare(self, frame: FrameType, call: ast.Call) -> None:
         weights = frame.f_locals.get("w")
-        role = next((arg.attr for arg in call.args if _is_weight(arg)), None)
+        role = next((arg.attr for arg in call.args if isinstance(arg, ast.Attribute) and _is_weight(arg)), None)
         if role is None or not isinstance(weights, Layer) or self.fault is not None:
             return
         layer = self.owners[id(weights)]
@@ -168,7 +168,8 @@ class Tracer:
         return self._place(frame, running.statement.lineno)
 
     def _place(self, frame: FrameType, line: int) -> Place:
-        at, layer_line = frame, None
+        at: FrameType | None = frame
+        layer_line: int | None = None
         while at is not None and layer_line is None:
             if at.f_code.co_name in self.layer_functions and self._is_generated(at.f_code):
                 layer_line = line if at is frame else self._running[at].statement.lineno

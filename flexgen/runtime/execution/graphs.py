@@ -84,7 +84,7 @@ class Graphs:
     def capture_all(self, features: Sequence[Features]) -> None:
         """Capture every size and shape, largest first, with the draws of `features`. No request may be running."""
         for size in reversed(self.sizes):
-            slots = range(1, size + 1)
+            slots = list(range(1, size + 1))
             for each in features:
                 self._capture_draw(size, each)
             self._place(slots)
@@ -183,7 +183,8 @@ class Graphs:
         if captured is not None:
             captured.graph.replay()
             if not torch.equal(self.logits_SV[:live], expected_RV):
-                captured = self._fail(what, "its replay differs from the same code run directly")
+                self._fail(what, "its replay differs from the same code run directly")
+                captured = None
             restore()
         self._forwards[key] = captured
 
@@ -198,7 +199,9 @@ class Graphs:
         if captured is not None:
             captured.graph.replay()
             same = (getattr(captured.result, name).equal(getattr(expected, name)) for name in ("tokens_R", "logprobs_R"))
-            captured = captured if all(same) else self._fail(what, "its replay differs from the same code run directly")
+            if not all(same):
+                self._fail(what, "its replay differs from the same code run directly")
+                captured = None
         self._draws[size, features] = captured
 
     def _captured(self, what: str, run: Callable[[], Any]) -> Captured | None:
@@ -208,7 +211,8 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the device
                 result = run()
         except RuntimeError as error:  # an operation that cannot be captured: the step still runs, and the report says so
-            return self._fail(what, str(error).splitlines()[0])
+            self._fail(what, str(error).splitlines()[0])
+            return None
         self._addresses.update((name, tensor.data_ptr()) for name, tensor in self.step.tensors())
         return Captured(graph, result)
 

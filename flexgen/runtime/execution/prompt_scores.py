@@ -29,12 +29,13 @@ class PromptScores:
 
     def hand_over(self, decode: Callable[[int], str | None]) -> None:
         """Give the request its scores, once they have arrived. What a preemption repeats is known already."""
-        request, wanted = self.request, self.request.params.prompt_logprobs
+        known, wanted = self.request.prompt_logprobs, self.request.params.prompt_logprobs
+        assert known is not None and wanted is not None
         *columns, top_ids, top_logprobs = self.values.read()
-        tops = repeat(((), ())) if top_ids is None else zip(top_ids, top_logprobs)
+        tops = repeat(((), ())) if top_ids is None else zip(top_ids, top_logprobs or ())
         for position, (chosen, top) in enumerate(zip(zip(*columns), tops), start=self.position):
-            if position == len(request.prompt_logprobs):
-                request.prompt_logprobs.append(token_logprobs(chosen, top, wanted, decode))
+            if position == len(known):
+                known.append(token_logprobs(chosen, top, wanted, decode))
 
 
 def score_prompts(step: DeviceStep, rows: Sequence[Row], hidden_TD: Tensor) -> list[PromptScores]:

@@ -82,7 +82,7 @@ def chained() -> dict[str, Any]:
             looped = kernel.inside_reduction and kernel.range_trees[-1].is_loop
             (kernel.body if looped else before).writeline(kernel.GDC_WAIT)
 
-    TritonKernel._handle_pdl_before_access = wait
+    TritonKernel._handle_pdl_before_access = wait  # type: ignore[method-assign]
     return {"triton.enable_pdl": True, "triton.autotune_pointwise": False}
 
 
@@ -98,7 +98,7 @@ def compile_layers(model: Model, backend: str = "inductor") -> None:
 
 def unrelated_sizes() -> AbstractContextManager:
     """While this holds, two sizes that happen to be equal when a layer is compiled stay two symbols."""
-    return torch.fx.experimental._config.patch(use_duck_shape=False)
+    return torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
 
 
 def mark_sizes(step: Step) -> Step:

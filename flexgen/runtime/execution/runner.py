@@ -32,6 +32,7 @@ class Routes:
     def hand_over(self) -> None:
         """Give the requests that asked for them their experts, once they have arrived."""
         (values,) = self.values.wait()
+        assert values is not None
         for row, experts in zip(self.rows, values.split([row.count for row in self.rows])):
             if row.request.routes is not None:
                 row.request.take_routes(row.start, experts.numpy())
@@ -103,10 +104,11 @@ class Runner:
 
     def _routes(self, rows: Sequence[Row]) -> Routes | None:
         """The experts that the step's tokens were sent to, if a request asked for its own."""
-        if all(row.request.routes is None for row in rows):
+        recorded = self.step.cache.recorded
+        if recorded is None or all(row.request.routes is None for row in rows):
             return None
         tokens = sum(row.count for row in rows)
-        return Routes(list(rows), Download((self.step.cache.recorded[:, :tokens].transpose(0, 1).contiguous(),)))
+        return Routes(list(rows), Download((recorded[:, :tokens].transpose(0, 1).contiguous(),)))
 
     def _decode_slots(self, rows: Sequence[Row]) -> Tensor:
         """The slots of a decode batch that no graph serves; uploaded only when the batch is another one."""

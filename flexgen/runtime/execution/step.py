@@ -22,6 +22,7 @@ from flexgen.runtime.execution.packed import LAST, PADDING, Packed, Piece, Shape
 from flexgen.runtime.execution.tables import SlotTables
 from flexgen.runtime.ops.attention import plan_split
 from flexgen.runtime.requests.request import Request
+from flexgen.runtime.requests.rules import HostRules
 from flexgen.runtime.sampling.sampler import Features, LogitsEdit, Sampled, SamplingTables, sample
 from flexgen.runtime.scheduling.pools import Cache, PageGroup, has_recurrent_state
 from flexgen.runtime.served import ServedModel
@@ -62,7 +63,7 @@ class DeviceStep:
     def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
         ids_R, positions_R, rows_R, starts_R, lengths_R = self.tables.rows(slots_R)
-        pages = {}
+        pages: dict[str, PageStep] = {}
         for index, group in enumerate(self.cache.groups):
             table_RB, places_R = self.tables.places(slots_R, index, self.cache.block_size)
             pages |= self._pages(group, places_R, table_RB, lengths_R)
@@ -78,7 +79,8 @@ class DeviceStep:
         slots_R, rows_T = packed.slots_R.clone(), packed.rows_T.int()
         ids_T = torch.where(packed.ids_T == LAST, self.tables.last_S[slots_R][rows_T], packed.ids_T)
         starts_R, lengths_R = packed.starts_R.int(), packed.lengths_R.int()
-        size, pages = self.cache.block_size, {}
+        size = self.cache.block_size
+        pages: dict[str, PageStep] = {}
         for group, blocks_SB in zip(self.cache.groups, self.tables.blocks_SB):
             table_RB = blocks_SB[slots_R]
             page_T = table_RB[rows_T, packed.positions_T // size]
@@ -103,11 +105,11 @@ class DeviceStep:
     ) -> Sampled:
         """Sample a token for each slot and make it the slot's last one. Host-side rules of `requests` act if any."""
         lengths_R = self.tables.length_S[slots_R]
-        ruled = [(row, request) for row, request in enumerate(requests) if request.rules is not None]
+        ruled = [(row, request, request.rules) for row, request in enumerate(requests) if request.rules is not None]
         sampled = sample(
             logits_RV, slots_R, lengths_R, self.sampling, features, self.real_vocab, self.raw_logprobs,
-            mask=_edit(ruled, lambda r, row_V: r.rules.mask(row_V, r.outputs)),
-            process=_edit(ruled, lambda r, row_V: r.rules.process(row_V, r.prompt, r.outputs)),
+            mask=_edit(ruled, lambda r, rules, row_V: rules.mask(row_V, r.outputs)),
+            process=_edit(ruled, lambda r, rules, row_V: rules.process(row_V, r.prompt, r.outputs)),
         )  # fmt: skip
         self.tables.advance(slots_R, sampled.tokens_R)
         return sampled
@@ -121,15 +123,17 @@ class DeviceStep:
         yield from self.tables.tensors()
 
 
-def _edit(ruled: Sequence[tuple[int, Request]], change: Callable[[Request, Tensor], Tensor]) -> LogitsEdit | None:
-    """A function that lets `change(request, logits_V)` act on the rows of `ruled`, or None where there are none."""
+def _edit(
+    ruled: Sequence[tuple[int, Request, HostRules]], change: Callable[[Request, HostRules, Tensor], Tensor]
+) -> LogitsEdit | None:
+    """A function that lets `change(request, rules, logits_V)` act on the rows of `ruled`, or None where there are none."""
     if not ruled:
         return None
 
     def edit(logits_RV: Tensor) -> Tensor:
         logits_RV = logits_RV.clone()
-        for row, request in ruled:
-            logits_RV[row] = change(request, logits_RV[row])
+        for row, request, rules in ruled:
+            logits_RV[row] = change(request, rules, logits_RV[row])
         return logits_RV
 
     return edit

@@ -44,12 +44,12 @@ def flat(record: Any) -> tuple[Any, ...]:
 
 def _of_plain_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as it is, or, where it takes dataclasses, of their fields in place of each."""
-    kinds = get_type_hints(function)
+    kinds: dict[str, Any] = get_type_hints(function)
     result = kinds.pop("return")
     names = {name: _fields(kind) if is_dataclass(kind) else {name: kind} for name, kind in kinds.items()}
     if not any(map(is_dataclass, kinds.values())):
         return function
-    made = [(kind if is_dataclass(kind) else None, len(names[name])) for name, kind in kinds.items()]
+    made: list[tuple[Any, int]] = [(kind if is_dataclass(kind) else None, len(names[name])) for name, kind in kinds.items()]
 
     def run(*plain: Any) -> Any:
         rest = iter(plain)
@@ -60,11 +60,11 @@ def _of_plain_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         for plain in names.values()
         for name, kind in plain.items()
     ]
-    run.__signature__ = Signature(parameters, return_annotation=result)
+    run.__signature__ = Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
     return run
 
 
-def _fields(record: type) -> dict[str, Any]:
+def _fields(record: Any) -> dict[str, Any]:
     """Names and types of a dataclass's fields, as a schema can say them."""
     kinds = get_type_hints(record)
     return {each.name: str if get_origin(kinds[each.name]) is Literal else kinds[each.name] for each in fields(record)}

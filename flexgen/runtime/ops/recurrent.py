@@ -221,4 +221,4 @@ class _Chunks:
                 steps.append(([], []))
             steps[index][0].append(row)
             steps[index][1].append(n)
-        return [tuple(torch.tensor(part, device=self._device) for part in step) for step in steps]
+        return [(torch.tensor(rows, device=self._device), torch.tensor(chunks, device=self._device)) for rows, chunks in steps]

@@ -118,7 +118,7 @@ class Admission:
             detokenizer=self._detokenizer(ids, params),
             deadline=deadline,
         )
-        if self._returns_routes(params):
+        if self._returns_routes(params) and self.recorded is not None:
             request.routes = np.empty((request.most_tokens - 1, *self.recorded), dtype=np.int16)
         return request
 

@@ -212,14 +212,14 @@ def _integer(name: str, value: object, low: int, high: int | None, hint: str = "
     limit += f" ({hint})" if hint else ""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int {limit}, got {value!r}")
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         raise ValueError(f"{name}={value} is out of range: it must be {limit}")
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high or (open_low and value == low):
+    if not low <= float(value) <= high or (open_low and value == low):
         raise ValueError(f"{name}={value} is out of range: it must be in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 

@@ -28,7 +28,7 @@ def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[i
             raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
         if text is not None and not isinstance(text, str):
             raise _no_prompt(text)
-        return text, tokens.encode(text) if ids is None else ids
+        return text, tokens.encode(str(text)) if ids is None else ids
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
         raise _no_prompt(prompt)
     return None, prompt
@@ -44,8 +44,8 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
-    prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and all(isinstance(token, int) for token in listed) else listed
 
 
 def params_list(

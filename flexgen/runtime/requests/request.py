@@ -117,6 +117,7 @@ class Request:
         """Append one confirmed token, and end where it says so. `listed`: what is returned of its position."""
         self.tokens.append(token)
         if self.logprobs is not None:
+            assert listed is not None
             self.logprobs.append(listed)
             self.cumulative_logprob += logprob
         ending = self.stops.by_token(token, self.produced)
@@ -132,7 +133,7 @@ class Request:
     def take_routes(self, start: int, routes: np.ndarray) -> None:
         """Keep the experts (tokens, routers, K) of positions from `start` on; what a preemption repeats is known."""
         stop = start + len(routes)
-        if stop > self.routes_known:
+        if self.routes is not None and stop > self.routes_known:
             self.routes[self.routes_known : stop] = routes[self.routes_known - start :]
             self.routes_known = stop
 

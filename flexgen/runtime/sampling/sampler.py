@@ -231,6 +231,7 @@ def sample(
         logits_RV = _apply_bias(logits_RV, slots_R, lengths_R, integers_R3[:, 2], tables, features)
         logits_RV = process(logits_RV) if process else logits_RV
     if features.penalises:
+        assert tables.prompt_SV is not None and tables.counts_SV is not None
         logits_RV = penalise(logits_RV, tables.prompt_SV[slots_R], tables.counts_SV[slots_R], *numbers_R6[:, 3:].T)
     divide = features.random
     if divide and (features.min_p or features.truncates):
@@ -245,11 +246,13 @@ def sample(
         logits_RV, temperature_R, seeds_R, lengths_R, real_vocab, features.random, divide, keep
     )
     if features.penalises:
+        assert tables.counts_SV is not None
         tables.counts_SV.index_put_((slots_R, tokens_R), torch.ones_like(tokens_R, dtype=torch.int32), accumulate=True)
     if raw:
         return describe(mask_padding(model_RV.float(), real_vocab).log_softmax(-1), tokens_R, features.top_logprobs)
-    top_ids_RK, top_logprobs_RK = most_likely(logprobs_RV, features.top_logprobs) if keep else (None, None)
-    return Sampled(tokens_R, logprobs_R, ranks_R, top_ids_RK, top_logprobs_RK)
+    if logprobs_RV is None:
+        return Sampled(tokens_R, logprobs_R, ranks_R, None, None)
+    return Sampled(tokens_R, logprobs_R, ranks_R, *most_likely(logprobs_RV, features.top_logprobs))
 
 
 def mask_padding(logits_RV: Tensor, real_vocab: int) -> Tensor:
@@ -274,8 +277,10 @@ def _apply_bias(
 ) -> Tensor:
     """logit_bias, allowed_token_ids and bad words of one token; then no stop token before min_tokens."""
     if features.biases:
+        assert tables.bias_SV is not None
         logits_RV = logits_RV + tables.bias_SV[slots_R]
     if features.min_tokens:
+        assert tables.early_SV is not None
         early_RV = tables.early_SV[slots_R] & (lengths_R < earliest_R)[:, None]
         logits_RV = logits_RV.masked_fill(early_RV, NEVER)
     return logits_RV

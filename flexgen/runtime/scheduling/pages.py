@@ -184,8 +184,9 @@ class BlockTables:
             for block in range(blocks):
                 page = PAD_PAGE
                 if block >= first:
-                    page = pool.find(request.hashes[block])
-                    assert page is not None
+                    found = pool.find(request.hashes[block])
+                    assert found is not None
+                    page = found
                     pool.share(page)
                     self.changes.append(TableChange(group, request.slot, block, page))
                 request.pages[group].append(page)

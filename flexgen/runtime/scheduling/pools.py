@@ -40,8 +40,8 @@ def page_groups(mixers: Sequence[Sequence[str]], state: Mapping[str, State]) -> 
             entries.setdefault(owner, []).append(name)
     for index, names in enumerate(mixers):
         for name in names:
-            if isinstance(state[name], Pages):
-                layers.setdefault(state[name], []).append(index)
+            if isinstance(own := state[name], Pages):
+                layers.setdefault(own, []).append(index)
     groups = [PageGroup(pages, tuple(owned), tuple(entries[pages])) for pages, owned in layers.items()]
     return sorted(groups, key=lambda group: group.geometry.window is not None)
 
@@ -113,11 +113,11 @@ class Cache:
     def _bind_slots(self, model: ServedModel) -> None:
         for layer, names in zip(model.layers, model.mixers):
             for name in names:
-                if not isinstance(model.state[name], Slots):
+                if not isinstance(kept := model.state[name], Slots):
                     continue
                 made = {
                     tensor: torch.zeros((self.slots + 1, *shape), dtype=dtype or self.dtype, device=self.device)
-                    for tensor, (shape, dtype) in model.state[name].tensors.items()
+                    for tensor, (shape, dtype) in kept.tensors.items()
                 }
                 layer.__dict__.update(made)
                 self.states.setdefault(name, []).append(list(made.values()))

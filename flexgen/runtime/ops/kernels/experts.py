@@ -270,4 +270,4 @@ def _sort(experts_TK: Tensor, count: int, launch: Launch) -> tuple[Tensor, Tenso
         BLOCK_M=launch.block_m, BLOCK_R=_route_block(routes), BLOCK_E=triton.next_power_of_2(count + 1),
         num_warps=4, **CHAIN,
     )  # fmt: skip
-    return (order, *of_block)
+    return order, of_block[0], of_block[1], of_block[2]

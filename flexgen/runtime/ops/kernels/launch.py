@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -74,7 +75,8 @@ def arrivals(device: torch.device) -> Tensor:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use; 0 on a host."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.shared_memory_per_block_optin if properties else 0
 
 
 @lru_cache
