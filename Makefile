@@ -25,6 +25,7 @@ build: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf .venv build dist *.egg-info flexgen/_assets
