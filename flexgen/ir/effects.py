@@ -51,7 +51,7 @@ def check_checkpoint(checkpoint: models.Checkpoint, rows: Iterable[ir.Row], prob
         problems.add("SPEC021", message, (*CHECKPOINT, "layers"), help="as in `layers.*`")
     names = {name for row in rows for name, _ in row.parts}
     for index, name in enumerate(checkpoint.fp32):
-        if name not in names and not problems.is_open:
+        if name not in names:
             at = (*CHECKPOINT, "fp32", index)
             help = f"names are written below the prefix, as in `{sorted(names)[0]}`"
             problems.add("SPEC010", f"`{name}` has no effect: no weight is filled from it", at, help=help)

@@ -15,9 +15,7 @@ from flexgen.ir.scope import Scope
 from flexgen.ir.shared import norm_why
 from flexgen.ir.tiny import check_tiny, fences
 from flexgen.spec import models
-from flexgen.spec.diagnostics import Diagnostic, SpecError, SpecPath
 from flexgen.spec.load import Spec
-from flexgen.spec.mend import Mended
 
 
 def resolve(spec: Spec) -> ir.Architecture:
@@ -25,65 +23,11 @@ def resolve(spec: Spec) -> ir.Architecture:
     return _Resolver(spec).architecture()
 
 
-_MOST_TRIES = 40
-_OF_TWO_PLACES = frozenset({"SPEC017", "SPEC018", "SPEC019", "SPEC022", "SPEC025"})
-"""What does not fit something else, which may be a hole."""
-
-
-def mistakes_beside(mended: Mended) -> list[Diagnostic]:
-    """What is wrong with a spec beside its shape: what is wrong however its holes are filled.
-
-    Of all fillings those count that get furthest, since later checks wait for earlier ones.
-    """
-    tries: dict[tuple[int, ...], tuple[int, list[Diagnostic]]] = {}
-    holes = list(mended.holes)
-    best, score = dict.fromkeys(holes, 0), (-1, 0)
-    for hole in (None, *holes, *(holes if len(holes) > 1 else ())):
-        for index in range(len(mended.holes[hole].fillings) if hole is not None else 1):
-            chosen = best if hole is None else {**best, hole: index}
-            key = tuple(chosen.values())
-            if key not in tries and len(tries) < _MOST_TRIES:
-                tries[key] = _try(mended, chosen)
-                passed, found = tries[key]
-                if (passed, -len(found)) > score:
-                    best, score = chosen, (passed, -len(found))
-    furthest = [found for passed, found in tries.values() if passed == score[0]]
-    return [item for item in furthest[0] if all(item in found for found in furthest)]
-
-
-def _try(mended: Mended, chosen: dict[SpecPath, int]) -> tuple[int, list[Diagnostic]]:
-    """How many checks a spec passes whose holes are filled, and what the next one finds outside of them."""
-    spec = mended.filled(chosen)
-    if spec is None:
-        return -1, []
-    resolver = _Resolver(spec, is_open=mended.is_open, has_tiny=mended.has_tiny)
-    try:
-        resolver.architecture()
-    except SpecError:
-        pass
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a filling that no check is made for
-        return -1, []
-    holes = [path for hole in mended.holes.values() for path in hole.paths]
-    found = [
-        replace(item, notes=tuple(item.notes))
-        for item in resolver.problems.found
-        if not (mended.is_open and item.code in _OF_TWO_PLACES) and not any(_meet(item.subject or (), path) for path in holes)
-    ]
-    return resolver.problems.passed, found
-
-
-def _meet(one: SpecPath, other: SpecPath) -> bool:
-    """Whether one path leads to the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
-
-
 class _Resolver:
-    def __init__(self, spec: Spec, *, is_open: bool = False, has_tiny: bool = True) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.model = spec.model
-        self.has_tiny = has_tiny
-        self.problems = Problems(spec, is_open)
+        self.problems = Problems(spec)
         self.scope = Scope(self.problems, self.model.dims)
         self.parts = Parts(self.model, self.scope, self.problems)
         self.block = Block(self.model, self.parts, self.scope, self.problems)
@@ -105,8 +49,7 @@ class _Resolver:
         tables = tuple(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)))
         dims = self.scope.dims()
         self.problems.raise_if_any()
-        if self.has_tiny:
-            check_tiny(self.spec, self.scope, dims, self.problems)
+        check_tiny(self.spec, self.scope, dims, self.problems)
         architecture = ir.Architecture(
             name=model.name,
             summary=model.summary,
@@ -236,12 +179,12 @@ class _Resolver:
     def _check_unused(self, kinds: tuple[ir.Kind, ...]) -> None:
         for section in ("norms", "ropes", "attention", "gdn", "mlp", "moe"):
             for name in getattr(self.model, section):
-                if (section, name) not in self.parts.used and not self.problems.is_meant((section, name)):
+                if (section, name) not in self.parts.used and (section, name) not in self.problems.meant:
                     message = f"`{name}` is used by nothing in {self.model.name}"
                     self.problems.add("SPEC010", message, (section, name), key=True, help="use it or remove it")
         inputs = {name for kind in kinds for name in kind.inputs}
         for name in self.model.layer_inputs:
-            if name not in inputs and not self.problems.is_meant(("layer_inputs", name)):
+            if name not in inputs and ("layer_inputs", name) not in self.problems.meant:
                 message = f"`{name}` is used by nothing in {self.model.name}"
                 self.problems.add(
                     "SPEC010", message, ("layer_inputs", name), key=True, help="multiply by it: `{times: …}`"

@@ -109,7 +109,7 @@ class Scope:
         used = {name.dotted for use in self.uses for name in use.expr.names()} | set(REQUIRED)
         used |= {n.dotted for name, e in self.exprs.items() for n in e.names() if n.dotted != name}
         for name in self.exprs:
-            if name not in used and not self.problems.found and not self.problems.is_open:  # a mistake elsewhere may be why
+            if name not in used and not self.problems.found:  # a mistake elsewhere may be why
                 help = "use it in another section, or remove it"
                 self.problems.add("SPEC010", f"dim `{name}` is used by nothing", ("dims", name), key=True, help=help)
         return tuple(lines)

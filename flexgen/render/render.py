@@ -15,13 +15,11 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateNotFound, TemplateSyntaxError
 
 from flexgen.assets import root
+from flexgen.contract.abi import ABI
 from flexgen.errors import FlexgenError
 from flexgen.ir.architecture import Architecture
 from flexgen.render.lint import Problem, lint
 from flexgen.render.marks import MARK, Mark, MarkedEnvironment, Recorder, watch
-
-ABI = 2
-"""The ABI that the templates target; `flexgen.contract.abi.ABI` must equal it (tested)."""
 
 WIDTH = 120
 """Columns that layout filters fill."""

@@ -85,13 +85,9 @@ class Diagnostic:
 
 
 class SpecError(FlexgenError):
-    """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake.
+    """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake."""
 
-    `mended` is the spec with holes for those of shape, where they can be filled: later passes find the others in it.
-    """
-
-    def __init__(self, diagnostics: Iterable[Diagnostic], mended: Any = None) -> None:
-        self.mended = mended
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics: tuple[Diagnostic, ...] = tuple(merge_cascades(diagnostics))
         assert self.diagnostics, "a SpecError needs a diagnostic"
         super().__init__(self.diagnostics)

@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from flexgen.spec.diagnostics import Diagnostic, Note, Span, SpecError, SpecPath, merge_cascades, nearest
-from flexgen.spec.mend import Mended, mended, misspelt, renamed
 from flexgen.spec.models import SECTIONS_WITH_LIKE, SpecModel
 from flexgen.spec.shapes import explain, field_names, model_at
 from flexgen.spec.source import Document
 from flexgen.spec.source import load as load_document
+from flexgen.spec.spelling import misspelt, respelt
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,21 @@ def shape(document: Document) -> Spec:
         where = Spec(model=None, document=document, data=data, origins=origins)  # type: ignore[arg-type]
         found += explain(error, data, where)
         if fields := misspelt(error, where):
-            raise _as_if_spelt(document, fields, found) from None
-        raise SpecError(found, mended=mended(where)) from None
+            raise _as_if_spelt(respelt(document, fields), found) from None
+        raise SpecError(found) from None
     if found:
         raise SpecError(found)
     return Spec(model, document, data, origins)
 
 
-def _as_if_spelt(document: Document, fields: list[tuple[SpecPath, str]], found: list[Diagnostic]) -> SpecError:
-    """The error of a document with misspelt fields, and with what is wrong of shape once they are right."""
-    for path, name in sorted(fields, key=lambda item: -len(item[0])):  # inner ones first: a path names outer ones as written
-        document = renamed(document, path, name)
+def _as_if_spelt(document: Document, found: list[Diagnostic]) -> SpecError:
+    """What was found in a document with misspelt fields, and what else is wrong of its shape once they are right."""
     known = [replace(item, settles=()) for item in merge_cascades(found)]
     try:
-        return SpecError(known, mended=Mended(spec := shape(document), spec.data))
+        shape(document)
     except SpecError as error:
-        return SpecError([*known, *error.diagnostics], mended=error.mended)
+        known += error.diagnostics
+    return SpecError(known)
 
 
 def locate(document: Document, path: SpecPath, *, key: bool = False, within: tuple[int, int] | None = None) -> Span:

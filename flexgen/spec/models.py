@@ -352,6 +352,9 @@ class LayerInput(Entry):
     steps: list[Step] = Field(min_length=1, description="Steps from the embedded tokens to all layers' slices.")
 
 
+SELECTORS = ("all", "pattern", "every", "first", "last", "from", "at", "by")
+
+
 class Rule(Entry):
     """One rule of the schedule; later ones win. Exactly one selector: all, pattern, every, first, last, from, at or by."""
 
@@ -368,6 +371,15 @@ class Rule(Entry):
         None, description="With `by`: value to kind. Otherwise: what earlier rules chose to what it becomes."
     )
     when: ConfigPath | None = Field(None, description="A config flag without which the rule does nothing.")
+
+    def given(self, selector: str) -> Any:
+        """The value of a selector, by the name that a spec calls it by; None where it is not given."""
+        return getattr(self, "from_" if selector == "from" else selector)
+
+    @property
+    def selectors(self) -> tuple[str, ...]:
+        """The selectors that are given; a spec without mistakes gives one."""
+        return tuple(name for name in SELECTORS if self.given(name) is not None)
 
 
 # ---------------------------------------------------------------- ends of the model, and the whole

@@ -14,7 +14,6 @@ from project import Project
 
 from flexgen.assets import root
 from flexgen.compiler import check, find_specs
-from flexgen.contract import abi
 from flexgen.render import render as rendering
 from flexgen.render.build import compare, write
 
@@ -49,10 +48,6 @@ def test_nine_specs():
 @pytest.mark.parametrize("name", SPECS)
 def test_checked_in_code_is_what_the_spec_makes(name):
     assert compare(root("generated") / name, files_of(name)) == []
-
-
-def test_abi_is_the_runtimes():
-    assert rendering.ABI == abi.ABI
 
 
 def test_write_touches_only_what_changed(tmp_path):

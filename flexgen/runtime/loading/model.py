@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State, Step, Weight
+from flexgen.contract.configs import normalise
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
-from flexgen.runtime.loading.config import check_ignored, normalise, read_config
+from flexgen.runtime.loading.config import check_ignored, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
 from flexgen.runtime.transfer import Staging
 
