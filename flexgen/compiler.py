@@ -26,7 +26,6 @@ from flexgen.ir.architecture import Architecture
 from flexgen.ir.resolve import resolve
 from flexgen.render import build as folders
 from flexgen.render.build import Difference
-from flexgen.render.render import render
 from flexgen.spec.diagnostics import Diagnostic, SpecError
 from flexgen.spec.load import load_spec
 
@@ -104,6 +103,8 @@ def named(checked: Iterable[Checked]) -> dict[str, tuple[Path, Architecture]]:
 
 def build(checked: Iterable[Checked]) -> dict[str, Built]:
     """The packages of specs by name, in memory; those with diagnostics make none. Raises UsageError, RenderError."""
+    from flexgen.render.render import render  # brings Jinja, which no check needs
+
     return {name: Built(path, render(architecture)) for name, (path, architecture) in named(checked).items()}
 
 
