@@ -49,7 +49,7 @@ def check_checkpoint(checkpoint: models.Checkpoint, rows: Iterable[ir.Row], prob
     if checkpoint.layers.count("*") != 1:
         message = "`layers` needs one `*`, the index of the layer"
         problems.add("SPEC021", message, (*CHECKPOINT, "layers"), help="as in `layers.*`")
-    names = {name for row in rows for name, _ in row.parts}
+    names = {name for row in rows for name in row.tensors}
     for index, name in enumerate(checkpoint.fp32):
         if name not in names:
             at = (*CHECKPOINT, "fp32", index)
