@@ -168,11 +168,11 @@ def test_a_spec_of_the_users_own_goes_by_its_name_too(run, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert run("new", "mine", "--from", "llama")[0] == 0
     assert run("build", "mine", "--out", "gen")[0] == 0
-    code, printed = run("explain", "gen/mine/walker.py:40")
+    code, printed = run("explain", "gen/mine/walker.py:45")
     assert code == 0, printed
     assert "(mine.yaml:" in printed
     Path("mine.yaml").unlink()
-    code, printed = run("explain", "gen/mine/walker.py:40")
+    code, printed = run("explain", "gen/mine/walker.py:45")
     assert code == 2
     assert "no spec `mine`" in printed
 

@@ -105,6 +105,9 @@ def _varying(group: list[Lowered]) -> tuple[str, ...]:
 
 def _block(group: list[Lowered], function: str) -> ir.Block:
     varying, first = _varying(group), group[0]
+    called = {statement.function for part in first.parts for statement in part.statements if not statement.slot}
+    called |= set(first.fills.values())
+    parameters = {slot: f"{slot}_part" if slot in MODULE | called else slot for slot in varying}
 
     def filled(statement: ir.Statement) -> ir.Statement:
         slot = statement.slot
@@ -112,16 +115,11 @@ def _block(group: list[Lowered], function: str) -> ir.Block:
             return statement
         markers = dict.fromkeys(item.markers[slot] for item in group)
         comment = ", or ".join(marker for marker in markers if marker) or None
-        return replace(statement, function=parameter(slot) if slot in varying else first.fills[slot], comment=comment)
+        return replace(statement, function=parameters.get(slot, first.fills[slot]), comment=comment)
 
     parts = tuple(replace(part, statements=tuple(map(filled, part.statements))) for part in first.parts)
     parts, result = _returned(parts)
-    return ir.Block(function, tuple(map(parameter, varying)), parts, result)
-
-
-def parameter(slot: str) -> str:
-    """The argument of a block that fills a slot."""
-    return f"{slot}_part" if slot in MODULE else slot
+    return ir.Block(function, tuple(parameters.values()), parts, result)
 
 
 def _block_name(group: list[Lowered], is_only: bool, taken: dict[str, ir.Block]) -> str:

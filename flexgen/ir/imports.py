@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from flexgen.ir import architecture as ir
 
+_WIDTH = 120
 _TYPING = ["from typing import TYPE_CHECKING", ""]
 
 
@@ -82,7 +83,13 @@ def _mixer_codes(arch: ir.Architecture) -> Iterator[str]:
 
 
 def _from(module: str, names: Iterable[str]) -> str:
-    return f"from {module} import {', '.join(sorted(set(names)))}"
+    """An import on one line where it fits, else half of its names on each of two."""
+    listed = sorted(set(names))
+    one = f"from {module} import {', '.join(listed)}"
+    if len(one) <= _WIDTH:
+        return one
+    half = (len(listed) + 1) // 2
+    return f"from {module} import (\n    {', '.join(listed[:half])},\n    {', '.join(listed[half:])},\n)"
 
 
 def _statements(arch: ir.Architecture) -> Iterator[ir.Statement]:

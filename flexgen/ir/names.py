@@ -23,8 +23,8 @@ _MODULE = """
 MODULE = frozenset(_MODULE.split())
 """Names that generated modules define, import, or use for arguments and variables."""
 
-DIMS = frozenset({"cls", "config", "from_config", "ignore", "kinds", "math", "raw", "schedule"})
-"""Names that `Dims.from_config` uses itself."""
+DIMS = frozenset({"check_heads", "cls", "config", "from_config", "ignore", "kinds", "math", "raw", "schedule", "self"})
+"""Names that the constructors of `Dims` use themselves."""
 
 LAYER = frozenset({"k_pages", "v_pages", "rope_cos", "rope_sin"})
 """Attributes of a layer that are no weights."""

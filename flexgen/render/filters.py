@@ -70,6 +70,12 @@ def _call(arguments: Iterable[object], function: str, before: int) -> str:
     return one if before + len(one) <= WIDTH else f"{function}(\n        {_filled(listed, 8)}\n    )"
 
 
+def _signature(arguments: Sequence[str], function: str) -> str:
+    """The head of a function that returns a tensor, on one line where it fits."""
+    one = f"def {function}({', '.join(arguments)}) -> Tensor:"
+    return one if len(one) <= WIDTH else f"def {function}(\n    {_filled(arguments, 4)}\n) -> Tensor:"
+
+
 def _weight_row(row: Any) -> str:
     """A row of a weight table as a call of its constructor; linear modules that do not fit one line have one each."""
     call = f'{"*" if row.is_list else ""}weights.{row.make}("{row.role}"'
@@ -111,6 +117,7 @@ FILTERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "concat": lambda first, second: [*first, *second],
         "suffixed": lambda items, suffix: [f"{item}{suffix}" for item in items],
         "call": _call,
+        "signature": _signature,
         "weight_row": _weight_row,
         "table": _table,
     }

@@ -105,8 +105,9 @@ class Tracer:
                 self._enter(frame, statement)
         elif event == "return":
             running = self._running.get(frame)
-            if running is not None and isinstance(running.statement, ast.Return) and running.statement.value:
-                self.last_return = self._blame(frame, running.statement.value)
+            value = running.statement.value if running is not None and isinstance(running.statement, ast.Return) else None
+            if value is not None and not self._is_handed_on(frame, value):
+                self.last_return = self._blame(frame, value)
             self._running.pop(frame, None)
         return self._event
 
@@ -161,9 +162,17 @@ class Tracer:
             position = frame.f_code.co_varnames.index(name)
             for call in (n for n in ast.walk(self._running[caller].statement) if isinstance(n, ast.Call)):
                 if _called(caller, call.func) is frame.f_code:
-                    plain = all(not isinstance(arg, ast.Starred) for arg in call.args[: position + 1])
-                    return self._blame(caller, call.args[position]) if plain else self._place(caller, caller.f_lineno)
+                    if any(isinstance(arg, ast.Starred) for arg in call.args[: position + 1]):
+                        return self._place(caller, caller.f_lineno)
+                    if not self._is_handed_on(caller, call):
+                        return self._blame(caller, call.args[position])
         return self._place(frame, running.statement.lineno)
+
+    def _is_handed_on(self, frame: FrameType, value: ast.expr) -> bool:
+        """Whether a function returns what another generated one makes of its own arguments, as a kind's layer does."""
+        is_returned = isinstance(self._running[frame].statement, ast.Return)
+        code = _called(frame, value.func) if isinstance(value, ast.Call) else None
+        return is_returned and code is not None and self._is_generated(code)
 
     def _place(self, frame: FrameType, line: int) -> Place:
         at, layer_line = frame, None

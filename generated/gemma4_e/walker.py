@@ -21,7 +21,10 @@ from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
 from flexgen.runtime.ops.elementwise import project, rms_norm, rounded, softcap
 
-from .attention import full_attention, full_shared_attention, full_shared_weights, full_weights, sliding_attention, sliding_shared_attention, sliding_shared_weights, sliding_weights
+from .attention import (
+    full_attention, full_shared_attention, full_shared_weights, full_weights,
+    sliding_attention, sliding_shared_attention, sliding_shared_weights, sliding_weights,
+)
 
 ABI = 3
 MODEL_TYPES = ("gemma4_text", "gemma4")
@@ -140,7 +143,10 @@ def wide(w: Layer, x_TD: Tensor) -> Tensor:
     return project(F.gelu(gate_TI, approximate="tanh") * up_TI, w.wide_down)
 
 
-def block(w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: Step, attention: Callable[..., Tensor], feed_forward: Callable[..., Tensor]) -> Tensor:
+def block(
+    w: Layer, x_TD: Tensor, per_layer_TI: Tensor, dims: Dims, step: Step, attention: Callable[..., Tensor],
+    feed_forward: Callable[..., Tensor],
+) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm(x_TD, w.input_layernorm, dims.eps)
     h_TD = attention(w, h_TD, dims, step)  # writes K/V pages, or reads the K/V pages of an earlier layer

@@ -55,6 +55,7 @@ def test_names_of_every_generated_module_are_the_specs_or_known():
         checked = check(path)
         files = render(checked.architecture)
         own = {item["name"] for item in _named(dataclasses.asdict(checked.architecture))}
+        own |= {name for block in checked.architecture.blocks for name in (block.function, *block.slots)}
         for name in ("walker.py", "attention.py"):
             for used in module_names(ast.parse(files[name])) | arguments(ast.parse(files[name])):
                 stem = used.removesuffix("_TI")
