@@ -7,30 +7,9 @@ A `Size` is code over `dims.NAME`; the constructor of `Dims` alone has its own f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from flexgen.ir.bound import Checkpoint, Dim, Division, Rope, ScheduleRule
 from flexgen.ir.code import Size
-
-
-@dataclass(frozen=True)
-class Dim:
-    """One line of `Dims`."""
-
-    name: str
-    type: Literal["int", "float", "bool"]
-    read: str
-    source: str
-    path: str
-
-
-@dataclass(frozen=True)
-class Rope:
-    name: str
-    parameters: str
-    types: tuple[str, ...]
-    head_dim: Size
-    path: str
-    why: str | None
 
 
 @dataclass(frozen=True)
@@ -257,46 +236,11 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
-class ScheduleRule:
-    """`selector(arguments, target, when=...)` of the runtime's schedule, as code."""
-
-    selector: str
-    arguments: str
-    target: str
-    when: str | None
-    path: str
-    why: str | None
-
-
-@dataclass(frozen=True)
-class Division:
-    """Two numbers, the first a multiple of the second, which only a config can tell: `what` has `many` and `few`."""
-
-    what: str
-    many: str
-    many_code: str
-    few: str
-    few_code: str
-
-
-@dataclass(frozen=True)
 class Head:
     norm: NormCall
     weight: str
     softcap: Size | None
     why: str | None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    model_types: tuple[str, ...]
-    text_config: str | None
-    prefixes: tuple[str, ...]
-    skip: tuple[str, ...]
-    defaults: dict
-    require: dict
-    ignore: tuple[str, ...]
-    layers_by: str | None
 
 
 @dataclass(frozen=True)

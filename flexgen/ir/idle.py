@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from flexgen.ir import architecture as ir
 from flexgen.ir.problems import Problems
 from flexgen.spec import models
+from flexgen.spec.checkpoint import Checkpoint
 from flexgen.spec.diagnostics import SpecPath
 
 CHECKPOINT: SpecPath = ("checkpoint",)
@@ -42,7 +43,7 @@ def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[
             yield f"{letter}_norm_weight", "there is no norm" if norm == "none" else f"the norm `{norm}` has no gain"
 
 
-def check_checkpoint(checkpoint: models.Checkpoint, rows: Iterable[ir.Row], problems: Problems) -> None:
+def check_checkpoint(checkpoint: Checkpoint, rows: Iterable[ir.Row], problems: Problems) -> None:
     """Report what `checkpoint` lists twice, tensors kept in fp32 that no weight has, and a bad name of the layers."""
     for field in ("model_types", "prefix", "skip", "fp32", "ignore"):
         _check_unique(getattr(checkpoint, field), (*CHECKPOINT, field), problems)

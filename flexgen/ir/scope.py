@@ -45,8 +45,6 @@ class Scope:
                 message = f"`dims` lacks `{name}`, which every spec defines"
                 problems.add("SPEC005", message, ("dims",), key=True, help=help, note=note)
 
-    # ------------------------------------------------------------ uses
-
     def code(self, text: str, path: SpecPath, want: Want = "int") -> Size:
         """An expression over dims as code."""
         expr = self._parse(text, path)
@@ -85,8 +83,6 @@ class Scope:
         if isinstance(expr, Name) and expr.dotted not in self.exprs:
             return f'config.optional("{expr.dotted}")'
         return self.code(text, path).own
-
-    # ------------------------------------------------------------ definitions
 
     def dims(self) -> tuple[Dim, ...]:
         """One `Dim` per line of the section, typed by how it is used. Reports unused dims and wrong types."""
@@ -182,8 +178,6 @@ class Scope:
             return f'config.number("{name.dotted}"{", nonzero=True" if name.dotted in divisors else ""})'
 
         return expr.python(read)
-
-    # ------------------------------------------------------------ problems
 
     def _parse(self, text: str, path: SpecPath) -> Expr | None:
         try:

@@ -49,9 +49,6 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
     return finished(text, head, tuple(unsupported))
 
 
-# ---------------------------------------------------------------- edits
-
-
 def _nest(text: Text, spec: Spec, given: Given) -> None:
     stated = spec.model.checkpoint.text_config
     if given.nested and stated is None:
@@ -80,9 +77,6 @@ def _mark_differences(text: Text, spec: Spec, given: Given, found: Fit) -> set[s
     for path, reason in found.foreign.items():
         text.mark(path, reason)
     return adopted
-
-
-# ---------------------------------------------------------------- what is told
 
 
 def _stated(given: Given, found: Fit) -> list[str]:

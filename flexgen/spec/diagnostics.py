@@ -99,9 +99,6 @@ class SpecError(FlexgenError):
         )
 
 
-# ---------------------------------------------------------------- one message a mistake
-
-
 def merge_cascades(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Sort, and keep one message a mistake.
 
@@ -152,9 +149,6 @@ def _gather_repeats(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
             notes.append(Note(f"and in {len(others) - _SHOWN_REPEATS} more places"))
         gathered.append(replace(first, notes=(*first.notes, *notes)))
     return gathered
-
-
-# ---------------------------------------------------------------- text and JSON
 
 
 def render_text(diagnostics: Iterable[Diagnostic], sources: Mapping[str, Sequence[str]]) -> str:
@@ -224,9 +218,6 @@ def _range(span: Span) -> dict[str, dict[str, int]]:
         "start": {"line": span.line, "column": span.column},
         "end": {"line": span.end_line, "column": span.end_column},
     }
-
-
-# ---------------------------------------------------------------- did you mean
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from flexgen.spec.annotations import field_names, model_at, value_at
 from flexgen.spec.diagnostics import SpecPath, nearest
-from flexgen.spec.shapes import data_path, field_names, model_at, value_at
+from flexgen.spec.shapes import data_path
 from flexgen.spec.source import Document
 
 if TYPE_CHECKING:

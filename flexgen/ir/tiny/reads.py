@@ -10,10 +10,10 @@ from flexgen.contract.configs import merged
 from flexgen.ir.architecture import Dim
 from flexgen.ir.problems import Problems
 from flexgen.ir.scope import Scope
+from flexgen.spec.checkpoint import AtLeast, Checkpoint
 from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.expressions import Name, Or, parse
 from flexgen.spec.load import Spec
-from flexgen.spec.models import AtLeast, Checkpoint
 
 TINY: SpecPath = ("tiny",)
 DEFAULTS: SpecPath = ("checkpoint", "defaults")
