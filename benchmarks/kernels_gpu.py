@@ -21,7 +21,7 @@ import torch
 from timing import seconds
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND
-from flexgen.contract.abi import Pages
+from flexgen.contract.state import Pages
 from flexgen.runtime.ops import attention, recurrent
 from flexgen.runtime.ops import expert_backends as moe
 from flexgen.runtime.ops.experts import top_k

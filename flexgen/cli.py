@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flexgen import compiler
 from flexgen.compiler import Checked, UsageError, check, find_specs, named, shown
 from flexgen.errors import FlexgenError
 from flexgen.spec.codes import CODES
@@ -131,31 +132,23 @@ def build(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; list what would be written.")] = False,
 ) -> None:
     """Generate the packages of specs."""
-    from flexgen.assets import root
-    from flexgen.render.build import compare, write
-    from flexgen.render.render import render
-
     checked = _checked(specs)
     _refuse(checked)
-    folder = out or root("generated")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file: give a folder as --out")
-    rendered = {name: (path, render(architecture)) for name, (path, architecture) in named(checked).items()}
+    folder = compiler.output_folder(out)
+    built = compiler.build(checked)
     differs = 0
-    for name, (path, files) in rendered.items():
-        if check or dry_run:
-            command = ["flexgen", "build", shown(path), *(["--out", str(out)] if out else [])]
-            for difference in compare(folder / name, files):
-                differs += 1
-                file = shown(difference.path)
-                print(f"{difference.change} {file}: {f'remove {file}' if difference.change == 'EXTRA' else shlex.join(command)}")
-        else:
-            for written in write(folder / name, files):
-                print(f"wrote {shown(written)}")
-    stale = [] if specs or out else sorted(p for p in folder.glob("*/manifest.json") if p.parent.name not in rendered)
-    for manifest in stale:
+    if not (check or dry_run):
+        for written in compiler.write(built, folder):
+            print(f"wrote {shown(written)}")
+    else:
+        for package, found in compiler.difference(built, folder):
+            differs += 1
+            command = ["flexgen", "build", shown(package.path), *(["--out", str(out)] if out else [])]
+            file = shown(found.path)
+            print(f"{found.change} {file}: {f'remove {file}' if found.change == 'EXTRA' else shlex.join(command)}")
+    for orphan in [] if specs or out else compiler.orphans(built, folder):
         differs += 1
-        print(f"EXTRA {shown(manifest.parent)}: no spec makes it; remove the folder")
+        print(f"EXTRA {shown(orphan)}: no spec makes it; remove the folder")
     if check and differs:
         raise typer.Exit(1)
 

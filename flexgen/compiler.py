@@ -1,17 +1,32 @@
-"""The compiler as functions: find specs, check them, build them. No torch, no transformers."""
+"""The compiler in the open. No torch, no transformers: a spec goes in, the files of a package come out, or diagnostics.
+
+    find_specs   names -> files
+    check        file -> architecture, or every mistake:
+                   spec.source   YAML with positions
+                   spec.load     `like` written out, shapes checked
+                   ir.resolve    names, numbers, weights and layers settled, every rule of meaning checked, `tiny` tried
+    build        architectures -> packages in memory:
+                   render        templates printed, and every file linted
+    difference   packages in memory against the folder that holds them
+    write        packages into that folder, each at once and whole
+
+The command line calls these in this order; so may anything else.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen.assets import root
 from flexgen.errors import FlexgenError
 from flexgen.ir.architecture import Architecture
-from flexgen.ir.resolve import mistakes_beside, resolve
-from flexgen.spec.diagnostics import Diagnostic, SpecError, merge_cascades
+from flexgen.ir.resolve import resolve
+from flexgen.render import build as folders
+from flexgen.render.build import Difference
+from flexgen.spec.diagnostics import Diagnostic, SpecError
 from flexgen.spec.load import load_spec
 
 
@@ -26,6 +41,14 @@ class Checked:
     path: Path
     architecture: Architecture | None
     diagnostics: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """One package in memory: its spec's file, and its own files by name."""
+
+    path: Path
+    files: dict[str, str]
 
 
 def find_specs(names: list[str]) -> list[Path]:
@@ -52,12 +75,11 @@ def find_specs(names: list[str]) -> list[Path]:
 
 
 def check(path: Path) -> Checked:
-    """Read and resolve one spec; problems are returned, not raised."""
+    """Read and resolve one spec; problems are returned, not raised: of shape, or of meaning once the shape is right."""
     try:
         return Checked(path, resolve(load_spec(path, shown(path))), ())
     except SpecError as error:
-        others = mistakes_beside(error.mended) if error.mended else ()
-        return Checked(path, None, tuple(merge_cascades([*error.diagnostics, *others])))
+        return Checked(path, None, error.diagnostics)
 
 
 def named(checked: Iterable[Checked]) -> dict[str, tuple[Path, Architecture]]:
@@ -77,6 +99,39 @@ def named(checked: Iterable[Checked]) -> dict[str, tuple[Path, Architecture]]:
             raise UsageError(f"{both} are both called `{name}`, and would make one package: rename one of them")
         found[name] = item.path, item.architecture
     return found
+
+
+def build(checked: Iterable[Checked]) -> dict[str, Built]:
+    """The packages of specs by name, in memory; those with diagnostics make none. Raises UsageError, RenderError."""
+    from flexgen.render.render import render  # brings Jinja, which no check needs
+
+    return {name: Built(path, render(architecture)) for name, (path, architecture) in named(checked).items()}
+
+
+def difference(built: dict[str, Built], folder: Path) -> Iterator[tuple[Built, Difference]]:
+    """How the packages below a folder differ from what was built, file by file."""
+    for name, package in built.items():
+        for found in folders.compare(folder / name, package.files):
+            yield package, found
+
+
+def write(built: dict[str, Built], folder: Path) -> Iterator[Path]:
+    """Put packages into their folders below `folder`. -> each file written or removed. Raises OSError."""
+    for name, package in built.items():
+        yield from folders.write(folder / name, package.files)
+
+
+def orphans(built: dict[str, Built], folder: Path) -> list[Path]:
+    """Packages below a folder that no spec made."""
+    return sorted(path.parent for path in folder.glob("*/manifest.json") if path.parent.name not in built)
+
+
+def output_folder(out: Path | None) -> Path:
+    """Where packages go: `out`, or the shipped ones' folder. Raises UsageError where that is a file."""
+    folder = out or root("generated")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file: give a folder as --out")
+    return folder
 
 
 def shown(path: Path) -> str:

@@ -11,9 +11,9 @@ from flexgen.compiler import UsageError, find_specs, shown
 from flexgen.ir.architecture import Architecture
 from flexgen.ir.resolve import resolve
 from flexgen.render.linemap import Origin, line_map, parse_path, place, show_path, to_json
+from flexgen.spec.annotations import field_names, model_at
 from flexgen.spec.diagnostics import SpecPath, nearest
 from flexgen.spec.load import Spec, load_spec
-from flexgen.spec.shapes import field_names, model_at
 
 Map = dict[str, list[Origin]]
 LINE = re.compile(r"(.+):([0-9]+)")

@@ -105,16 +105,17 @@ def test_every_command_shows_where_a_spec_is_wrong(run, broken):
         assert "cast: befor" in printed, command
 
 
-def test_a_mistake_of_shape_hides_no_unknown_name(run, tmp_path):
-    """`eps` is misspelt in the entry whose `cast` is wrong, and a rope in another; what the entry's own fields say still counts."""
+def test_mistakes_of_shape_come_first_and_those_of_meaning_once_it_is_right(run, tmp_path):
+    """`eps` and a rope name nothing; a `cast` and a field are of the wrong shape."""
     spec = tmp_path / "x.yaml"
-    text = LLAMA.replace("cast: before, eps: eps", "cast: befor, eps: epz, epsilon: 1").replace("rope: rope,", "rope: roep,")
-    spec.write_text(text, "utf-8")
-    code, printed = run("check", spec)
-    assert code == 3
-    assert printed.count("error[") == 4
-    for message in ("`cast` cannot be `befor`", "unknown field `epsilon`", "unknown name `epz`", "unknown rope `roep`"):
-        assert printed.count(message) == 1
+    right = LLAMA.replace("cast: before, eps: eps", "cast: before, eps: epz").replace("rope: rope,", "rope: roep,")
+    wrong = right.replace("cast: before, eps: epz", "cast: befor, eps: epz, epsilon: 1")
+    shape, meaning = ("`cast` cannot be `befor`", "unknown field `epsilon`"), ("unknown name `epz`", "unknown rope `roep`")
+    for text, messages in ((wrong, shape), (right, meaning)):
+        spec.write_text(text, "utf-8")
+        code, printed = run("check", spec)
+        assert code == 3 and printed.count("error[") == len(messages)
+        assert all(printed.count(message) == 1 for message in messages)
 
 
 def test_open_decisions_are_counted(run, tmp_path):
@@ -167,11 +168,11 @@ def test_a_spec_of_the_users_own_goes_by_its_name_too(run, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert run("new", "mine", "--from", "llama")[0] == 0
     assert run("build", "mine", "--out", "gen")[0] == 0
-    code, printed = run("explain", "gen/mine/walker.py:40")
+    code, printed = run("explain", "gen/mine/walker.py:45")
     assert code == 0, printed
     assert "(mine.yaml:" in printed
     Path("mine.yaml").unlink()
-    code, printed = run("explain", "gen/mine/walker.py:40")
+    code, printed = run("explain", "gen/mine/walker.py:45")
     assert code == 2
     assert "no spec `mine`" in printed
 

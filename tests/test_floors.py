@@ -25,7 +25,7 @@ FLOORS = (
 """From the ground up. Rooms of one floor do not know each other."""
 
 COMPILER = (("errors", "assets"), ("contract",), ("spec",), ("ir",), ("render",), ("compiler",), ("diff",), ("new", "explain"))
-TORCH_FREE = {room for floor in COMPILER for room in floor} - {"new"}
+TORCH_FREE = {room for floor in COMPILER for room in floor}
 RUNS_WITHOUT = {"pydantic", "yaml", "flexgen.spec", "flexgen.ir", "flexgen.render", "flexgen.compiler"}
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import dump, expected, prompt, reference, tiny_config
 
+from flexgen.contract.configs import normalise
 from flexgen.errors import ConfigError
-from flexgen.runtime.loading.config import normalise
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.package import choose, find_packages, load_package
 from flexgen.verify.harness import Harness

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen.contract.abi import Pages, SharedPages
+from flexgen.contract.state import Pages, SharedPages
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.scheduling.pools import state_bytes
 

@@ -1,4 +1,6 @@
-"""What a generated package and the runtime agree on. Generated code reads nothing but `Layer`, its `Dims` and `Step`.
+"""What a generated package is given. Generated code reads nothing but `Layer`, its `Dims` and `Step`.
+
+What it declares is in `weights` and `state`, and can be had from here as well.
 
 Shape suffixes, here and in generated code:
   T tokens of one step, packed request after request      R request rows of one step
@@ -11,11 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flexgen.contract.state import Pages, SharedPages, Slots, State
+from flexgen.contract.weights import ExpertLayout, Mxfp4, Part, PerExpert, Stacked, Weight
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-ABI = 2
+__all__ = [
+    "ABI", "PAD_PAGE", "PAD_SLOT", "ExpertLayout", "Layer", "Mxfp4", "PageStep", "Pages", "Part", "PerExpert", "SharedPages",
+    "Slots", "Stacked", "State", "Step", "Weight",
+]  # fmt: skip
+
+ABI = 3
 """Raised by every change that makes older generated packages wrong; the loader refuses any other number."""
 
 PAD_PAGE = 0
@@ -23,89 +32,6 @@ PAD_PAGE = 0
 
 PAD_SLOT = 0
 """State slot 0, for the same purpose."""
-
-
-# ---------------------------------------------------------------- what a package declares (sizes are plain numbers)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of the checkpoint (`*` stands for the layer index) and the rows, dim 0, that it fills of its weight."""
-
-    name: str
-    rows: int
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """One tensor holds all experts, as it lies in memory (`transpose` swaps its last two dims on the way in)."""
-
-    name: str
-    transpose: bool = False
-
-
-@dataclass(frozen=True)
-class PerExpert:
-    """One tensor an expert and part; the second `*` of each name is the expert. Parts are stacked on dim 1."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Mxfp4:
-    """`NAME_blocks` and `NAME_scales`, 4-bit values in groups of 32, dequantised on load to (expert, in, out)."""
-
-    name: str
-
-
-ExpertLayout = Stacked | PerExpert | Mxfp4
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One tensor of the engine: an attribute of a `Layer`, in transformers' layout.
-
-    Exactly one of `parts` (tensors of the checkpoint end to end on dim 0) and `layouts` (forms an expert tensor may have
-    in the file, exactly one of which must match) is given. `fp32` keeps the tensor in fp32 whatever the model's dtype.
-    `same_as` names the weight whose storage this one shares (a tied head).
-    """
-
-    role: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
-    layouts: tuple[ExpertLayout, ...] = ()
-    fp32: bool = False
-    same_as: str | None = None
-    present: bool = True
-
-
-@dataclass(frozen=True)
-class Pages:
-    """A layer that keeps keys and values in pages. `window` None keeps all, else the last `window` tokens are enough."""
-
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class SharedPages:
-    """A layer that reads the pages of the last layer before it that has the attention entry `owner`; it keeps nothing."""
-
-    owner: str
-
-
-@dataclass(frozen=True)
-class Slots:
-    """A layer with recurrent state: named tensors, one row a request. A dtype of None is the model's."""
-
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype | None]]
-
-
-State = Pages | SharedPages | Slots | None
-
-
-# ---------------------------------------------------------------- what a package is given
 
 
 class Layer:

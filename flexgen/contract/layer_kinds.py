@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flexgen.errors import ConfigError
 
@@ -89,6 +90,12 @@ def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = Tr
         return kinds[value]
 
     return Rule(choose)
+
+
+SELECTORS: Mapping[str, Callable[..., Rule]] = MappingProxyType(
+    {"all": everywhere, "pattern": pattern, "every": every, "first": first, "last": last, "from": since, "at": at, "by": by}
+)
+"""What a spec calls each selector."""
 
 
 def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:

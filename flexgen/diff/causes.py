@@ -90,8 +90,6 @@ class Causes:
             return Cause("unknown", where=f"this compiler cannot build the specs and templates of {self._old.label}")
         return Cause("compiler")
 
-    # ------------------------------------------------------------ what each change does
-
     def _effects_on(self, architecture: str) -> list[tuple[Cause, Files]]:
         """Each cause, with the package that would be there without it."""
         spec, old = self._specs.get(architecture), self._old.sources

@@ -19,9 +19,6 @@ _MOST_LINES = 80
 """A hunk with more lines is cut in markdown: a comment on GitHub ends at 65 536 characters."""
 
 
-# ---------------------------------------------------------------- text
-
-
 def text(report: Report) -> str:
     """As a person reads it in a terminal."""
     if not report:
@@ -94,9 +91,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-# ---------------------------------------------------------------- markdown
-
-
 def markdown(report: Report) -> str:
     """As a pull request shows it: one paragraph a change, long ones folded, very long ones cut."""
     if not report:
@@ -123,9 +117,6 @@ def _escaped(line: str) -> str:
 def _ticks(line: str) -> int:
     """The longest run of backticks."""
     return max((len(run) for run in "".join(c if c == "`" else " " for c in line).split()), default=0)
-
-
-# ---------------------------------------------------------------- JSON
 
 
 def as_json(report: Report) -> str:

@@ -1,34 +1,15 @@
 """The resolved architecture: what the templates print, and nothing they would have to work out.
 
-Strings called *code* are Python expressions: over `dims.NAME` in functions, over `d.NAME` in tables, over earlier
-locals in `Dims.from_config`. `path` is the spec path that a node comes from, as in `attention.full.scale`.
+A `Size` is code over `dims.NAME`; the constructor of `Dims` alone has its own fields under `self.NAME`.
+`path` is the spec path that a node comes from, as in `attention.full.scale`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-
-@dataclass(frozen=True)
-class Dim:
-    """One line of `Dims` and of `Dims.from_config`."""
-
-    name: str
-    type: Literal["int", "float", "bool"]
-    read: str
-    source: str
-    path: str
-
-
-@dataclass(frozen=True)
-class Rope:
-    name: str
-    parameters: str
-    types: tuple[str, ...]
-    head_dim: str
-    path: str
-    why: str | None
+from flexgen.ir.bound import Checkpoint, Dim, Division, Rope, ScheduleRule
+from flexgen.ir.code import Size
 
 
 @dataclass(frozen=True)
@@ -37,28 +18,40 @@ class NormCall:
 
     function: str
     gain: str
-    eps: str
+    eps: Size | str
     why: str | None
     path: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a weight table: `Weight(role, shape, parts or layouts, ...)`."""
+    """One row of a weight table: a call of `make` in `flexgen.contract.weights`.
 
-    role: str
-    shape: tuple[str, ...]
-    parts: tuple[tuple[str, str], ...] = ()
-    layouts: tuple[str, ...] = ()
+    roles      the weight, and its bias where the row can have one
+    rows       of linear modules: each with its rows
+    arguments  what follows, as code
+    tensors    the checkpoint's full names
+    merge      the function that merges adapters into it, None where they change nothing of it
+    is_list    the call makes a list of weights
+    """
+
+    roles: tuple[str, ...]
+    make: str
+    arguments: tuple[str, ...]
+    tensors: tuple[str, ...]
+    rows: tuple[tuple[str, Size], ...] = ()
     fp32: bool = False
-    present: str | None = None
-    same_as: str | None = None
-    same_when: str | None = None
+    merge: str | None = None
+    is_list: bool = False
+
+    @property
+    def role(self) -> str:
+        return self.roles[0]
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """A function `NAME_weights(d)` of the generated walker, and the entries that share it."""
+    """A function `NAME_weights(dims)`, and the rows that it returns."""
 
     function: str
     rows: tuple[Row, ...]
@@ -67,10 +60,14 @@ class WeightTable:
 
 @dataclass(frozen=True)
 class Split:
-    """One output of a fused projection: variable, and rows as code."""
+    """One output of a fused projection: variable, and heads as code."""
 
     name: str
-    rows: str
+    heads: Size
+
+    @property
+    def variable(self) -> str:
+        return f"{self.name}_TNH" if self.name == "q" else f"{self.name}_TKH"
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Attention:
     name: str
     function: str
     projection: str
-    bias: str
+    bias: str | None
     splits: tuple[Split, ...]
     packed_gate: bool
     value_from_key: bool
@@ -86,16 +83,16 @@ class Attention:
     k_norm: NormCall | None
     v_norm: NormCall | None
     rope: str | None
-    heads: str
-    kv_heads: str
-    head_dim: str
-    scale: str
-    window: str | None
-    softcap: str | None
-    sinks: bool
-    softmax_fp32: bool
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    scale: Size | str
+    window: Size | None
+    sinks: str | None
+    softcap: Size | None
+    softmax_fp32: str | None
     kv_of: str | None
-    o_bias: str
+    o_bias: str | None
     table: WeightTable
     path: str
     why: str | None
@@ -105,13 +102,14 @@ class Attention:
 class GatedDelta:
     name: str
     function: str
-    key_heads: str
-    key_dim: str
-    value_heads: str
-    value_dim: str
-    kernel: str
+    key_heads: Size
+    key_dim: Size
+    value_heads: Size
+    value_dim: Size
+    channels: Size
+    kernel: Size
     conv_act: str
-    eps: str
+    eps: Size
     table: WeightTable
     path: str
     why: str | None
@@ -123,9 +121,9 @@ class Mlp:
     function: str
     act: str
     gate_up: str
-    gate_up_bias: str
+    gate_up_bias: str | None
     down: str
-    down_bias: str
+    down_bias: str | None
     out_gate: str | None
     table: WeightTable
     path: str
@@ -138,10 +136,10 @@ class Moe:
     route: str
     experts: str
     routed: str
-    top_k: str
+    top_k: Size
     router_input: tuple[Statement, ...]
     router: str
-    router_bias: str
+    router_bias: str | None
     reads_stream: bool
     score: str
     after_top_k: str
@@ -150,14 +148,14 @@ class Moe:
     weights_fp32: bool
     act: str
     layout: str
-    interleaved: bool
+    interleaved: str | None
     gate_up: str
-    gate_up_bias: str
+    gate_up_bias: str | None
     down: str
-    down_bias: str
-    alpha: str | None
-    limit: str | None
-    up_offset: str | None
+    down_bias: str | None
+    alpha: Size | None
+    limit: Size | None
+    up_offset: Size | None
     table: WeightTable
     path: str
     why: str | None
@@ -170,8 +168,10 @@ class Statement:
 
     op      fields used besides `out` and `input`
     norm    norm           linear  weight, bias    act    act, value    gain  weight      scale  value
-    times   value          add     terms, norm     call   function, arguments (between input and dims), writes
+    times   value          add     terms, norm     call   function, arguments (after w and input), slot
     embed   weight, value  name    nothing
+
+    `slot` names the slot of the block that a call fills.
     """
 
     op: str
@@ -186,6 +186,7 @@ class Statement:
     terms: tuple[str, ...] = ()
     function: str | None = None
     arguments: tuple[str, ...] = ()
+    slot: str | None = None
     comment: str | None = None
 
 
@@ -198,13 +199,26 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Kind:
-    name: str
+class Block:
+    """One function for the layers of all kinds that differ in nothing but the functions that fill `slots`."""
+
     function: str
+    slots: tuple[str, ...]
     parts: tuple[Part, ...]
     result: Statement
+    path: str = "block"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer function: the block's own, or one that hands `fills` to the slots of `block`."""
+
+    name: str
+    function: str
+    block: str
+    fills: tuple[str, ...]
     mixers: tuple[str, ...]
-    routes: tuple[tuple[str, str], ...]
+    routes: tuple[tuple[str, Size], ...]
     tables: tuple[str, ...]
     inputs: tuple[str, ...]
     path: str
@@ -222,67 +236,29 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
-class ScheduleRule:
-    """`selector(arguments, target, when=...)` of the runtime's schedule, as code."""
-
-    selector: str
-    arguments: str
-    target: str
-    when: str | None
-    path: str
-    why: str | None
-
-
-@dataclass(frozen=True)
-class Division:
-    """Two numbers, the first a multiple of the second, which only a config can tell: `what` has `many` and `few`."""
-
-    what: str
-    many: str
-    many_code: str
-    few: str
-    few_code: str
-
-
-@dataclass(frozen=True)
 class Head:
     norm: NormCall
     weight: str
-    softcap: str | None
+    softcap: Size | None
     why: str | None
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    model_types: tuple[str, ...]
-    text_config: str | None
-    prefixes: tuple[str, ...]
-    skip: tuple[str, ...]
-    defaults: dict
-    require: dict
-    ignore: tuple[str, ...]
-    layers_by: str | None
-
-
-@dataclass(frozen=True)
-class MergeRole:
-    """One function of merge.py: a fused dense weight (`parts`) or a stacked expert tensor (`module`), whose adapters may
-    also be modules of one expert each, `per_expert`, in the order of their rows."""
+class Merge:
+    """A weight that adapters may change, and the function that merges them."""
 
     role: str
-    parts: tuple[tuple[str, str], ...] = ()
-    module: str | None = None
-    per_expert: tuple[str, ...] = ()
-    transpose: bool = False
-    path: str = ""
+    function: str
+    path: str
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """A module that adapters may change, and the weights that hold it: another one where kinds pack it differently."""
+class Imports:
+    """The import lines of each module."""
 
-    module: str
-    roles: tuple[str, ...]
+    walker: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    merge: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -302,10 +278,22 @@ class Architecture:
     mlps: tuple[Mlp, ...]
     moes: tuple[Moe, ...]
     layer_inputs: tuple[LayerInput, ...]
+    blocks: tuple[Block, ...]
     kinds: tuple[Kind, ...]
     schedule: tuple[ScheduleRule, ...]
     embedding: Statement
     head: Head
     tables: tuple[WeightTable, ...]
-    merges: tuple[MergeRole, ...]
-    adapted: tuple[Adapted, ...]
+    merges: tuple[Merge, ...]
+    layer: str
+    imports: Imports = Imports()
+
+    @property
+    def model_table(self) -> WeightTable:
+        """Weights that are no layer's."""
+        return self.tables[0]
+
+    @property
+    def block_table(self) -> WeightTable:
+        """Weights of the block's own steps."""
+        return self.tables[1]

@@ -16,15 +16,15 @@ PARTS = ("attention", "gdn", "mlp", "moe")
 """Sections whose names the block uses."""
 
 _MODULE = """
-    annotations attend block_weights causal_conv d dataclass delta_rule dims experts gated_rms_norm inputs layer math
+    annotations attend block_weights check_heads causal_conv delta_rule dims experts gated_rms_norm inputs layer math
     model_weights project renormalise rms_norm rms_norm_cast_before rms_norm_one_plus rope_tables rotate rounded routes run
-    schedule slices softcap state step top_k torch w write_pages
+    schedule slices softcap state step top_k torch w weights write_pages
 """
 MODULE = frozenset(_MODULE.split())
 """Names that generated modules define, import, or use for arguments and variables."""
 
-DIMS = frozenset({"cls", "config", "from_config", "ignore", "kinds", "math", "raw", "schedule"})
-"""Names that `Dims.from_config` uses itself."""
+DIMS = frozenset({"check_heads", "cls", "config", "from_config", "ignore", "kinds", "math", "raw", "schedule", "self"})
+"""Names that the constructors of `Dims` use themselves."""
 
 LAYER = frozenset({"k_pages", "v_pages", "rope_cos", "rope_sin"})
 """Attributes of a layer that are no weights."""
@@ -54,6 +54,8 @@ def check_generated_names(architecture: ir.Architecture, problems: Problems) -> 
     _claim(((part.function, part.path) for part in (*arch.attentions, *arch.gdns, *arch.mlps)), taken, problems)
     _claim(((name, moe.path) for moe in arch.moes for name in (moe.route, moe.experts)), taken, problems)
     _claim(((kind.function, kind.path) for kind in arch.kinds), taken, problems)
+    own = {kind.function for kind in arch.kinds}
+    _claim(((block.function, block.path) for block in arch.blocks if block.function not in own), taken, problems)
     _claim(((part.table.function, part.path) for part in _parts(arch)), taken, problems)
     locals_: dict[str, str | None] = {**dict.fromkeys(DIMS), **dict.fromkeys(dir(builtins))}
     _claim(((item.name, item.path) for item in (*arch.dims, *arch.ropes)), locals_, problems)
@@ -73,7 +75,7 @@ def _check_roles(arch: ir.Architecture, problems: Problems) -> None:
         taken |= dict.fromkeys([*(name for name, _ in kind.routes), *(n for m in kind.mixers for n in states.get(m, ()))])
         for name in dict.fromkeys(kind.tables):
             table = tables[name]
-            _claim(((row.role, table.path) for row in table.rows), taken, problems)
+            _claim(((role, table.path) for row in table.rows for role in row.roles), taken, problems)
         for name in {name for name in kind.mixers if kind.mixers.count(name) > 1}:
             message = f"kind `{kind.name}` runs `{name}` twice, and one layer keeps one state of it"
             problems.add("SPEC025", message, ("kinds", kind.name), key=True, help="define it twice, under two names")

@@ -11,13 +11,10 @@ from flexgen.spec.load import Spec
 class Problems:
     """Collects diagnostics of one spec; positions come from spec paths.
 
-    `meant` holds the definitions that misspelt names probably meant: that nothing uses those is no news. Of a spec that
-    `is_open`, whose mistakes of shape may hide any use, all are. `passed` counts the stages that found nothing.
+    `meant` holds the definitions that misspelt names probably meant: that nothing uses those is no news.
     """
 
-    def __init__(self, spec: Spec, is_open: bool = False) -> None:
-        self.is_open = is_open
-        self.passed = 0
+    def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.found: list[Diagnostic] = []
         self.meant: set[SpecPath] = set()
@@ -59,11 +56,6 @@ class Problems:
         """Raises SpecError with everything found."""
         if self.found:
             raise SpecError(self.found)
-        self.passed += 1
-
-    def is_meant(self, definition: SpecPath) -> bool:
-        """Whether something that is wrong itself may use a definition."""
-        return self.is_open or definition in self.meant
 
 
 def defined(section: str, entries: Mapping[str, object]) -> dict[str, SpecPath]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexgen.contract.heads import MULTIPLES
 from flexgen.ir import architecture as ir
-from flexgen.ir.block import Block
-from flexgen.ir.effects import check_checkpoint
+from flexgen.ir.attention import rope_field
+from flexgen.ir.block import layer_input, layers
+from flexgen.ir.code import Size, dim
+from flexgen.ir.idle import check_checkpoint
+from flexgen.ir.imports import imports
 from flexgen.ir.names import check_generated_names, check_names
 from flexgen.ir.parts import Parts
 from flexgen.ir.problems import Problems
+from flexgen.ir.rows import Rows
 from flexgen.ir.schedule import schedule
 from flexgen.ir.scope import Scope
 from flexgen.ir.shared import norm_why
 from flexgen.ir.tiny import check_tiny, fences
-from flexgen.spec import models
-from flexgen.spec.diagnostics import Diagnostic, SpecError, SpecPath
 from flexgen.spec.load import Spec
-from flexgen.spec.mend import Mended
 
 
 def resolve(spec: Spec) -> ir.Architecture:
@@ -25,88 +27,33 @@ def resolve(spec: Spec) -> ir.Architecture:
     return _Resolver(spec).architecture()
 
 
-_MOST_TRIES = 40
-_OF_TWO_PLACES = frozenset({"SPEC017", "SPEC018", "SPEC019", "SPEC022", "SPEC025"})
-"""What does not fit something else, which may be a hole."""
-
-
-def mistakes_beside(mended: Mended) -> list[Diagnostic]:
-    """What is wrong with a spec beside its shape: what is wrong however its holes are filled.
-
-    Of all fillings those count that get furthest, since later checks wait for earlier ones.
-    """
-    tries: dict[tuple[int, ...], tuple[int, list[Diagnostic]]] = {}
-    holes = list(mended.holes)
-    best, score = dict.fromkeys(holes, 0), (-1, 0)
-    for hole in (None, *holes, *(holes if len(holes) > 1 else ())):
-        for index in range(len(mended.holes[hole].fillings) if hole is not None else 1):
-            chosen = best if hole is None else {**best, hole: index}
-            key = tuple(chosen.values())
-            if key not in tries and len(tries) < _MOST_TRIES:
-                tries[key] = _try(mended, chosen)
-                passed, found = tries[key]
-                if (passed, -len(found)) > score:
-                    best, score = chosen, (passed, -len(found))
-    furthest = [found for passed, found in tries.values() if passed == score[0]]
-    return [item for item in furthest[0] if all(item in found for found in furthest)]
-
-
-def _try(mended: Mended, chosen: dict[SpecPath, int]) -> tuple[int, list[Diagnostic]]:
-    """How many checks a spec passes whose holes are filled, and what the next one finds outside of them."""
-    spec = mended.filled(chosen)
-    if spec is None:
-        return -1, []
-    resolver = _Resolver(spec, is_open=mended.is_open, has_tiny=mended.has_tiny)
-    try:
-        resolver.architecture()
-    except SpecError:
-        pass
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a filling that no check is made for
-        return -1, []
-    holes = [path for hole in mended.holes.values() for path in hole.paths]
-    found = [
-        replace(item, notes=tuple(item.notes))
-        for item in resolver.problems.found
-        if not (mended.is_open and item.code in _OF_TWO_PLACES) and not any(_meet(item.subject or (), path) for path in holes)
-    ]
-    return resolver.problems.passed, found
-
-
-def _meet(one: SpecPath, other: SpecPath) -> bool:
-    """Whether one path leads to the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
-
-
 class _Resolver:
-    def __init__(self, spec: Spec, *, is_open: bool = False, has_tiny: bool = True) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.model = spec.model
-        self.has_tiny = has_tiny
-        self.problems = Problems(spec, is_open)
+        self.problems = Problems(spec)
         self.scope = Scope(self.problems, self.model.dims)
         self.parts = Parts(self.model, self.scope, self.problems)
-        self.block = Block(self.model, self.parts, self.scope, self.problems)
+        self.rows = Rows(fp32=self.model.checkpoint.fp32)
 
     def architecture(self) -> ir.Architecture:
         model, parts = self.model, self.parts
         check_names(model, self.problems)
-        kinds = tuple(self.block.layer(name) for name in model.kinds)
-        block_rows = tuple(self.block.rows.values())
+        blocks, kinds, owned = layers(parts)
         inputs, input_rows = [], []
         for name, entry in model.layer_inputs.items():
-            inputs.append(self.block.layer_input(name, entry))
-            input_rows += self.block.rows.values()
+            made, rows = layer_input(parts, name, entry)
+            inputs.append(made)
+            input_rows += rows
         embedding, embedding_row = self._embedding()
         head, head_rows = self._head(embedding_row)
         rules = schedule(model, self.scope, self.problems)
         ropes = self._ropes()
         self._check_unused(kinds)
-        tables = tuple(self._tables(block_rows, (embedding_row, *input_rows, *head_rows)))
+        tables = tuple(self._tables(tuple(owned.values()), (embedding_row, *input_rows, *head_rows)))
         dims = self.scope.dims()
         self.problems.raise_if_any()
-        if self.has_tiny:
-            check_tiny(self.spec, self.scope, dims, self.problems)
+        check_tiny(self.spec, self.scope, dims, self.problems)
         architecture = ir.Architecture(
             name=model.name,
             summary=model.summary,
@@ -121,25 +68,24 @@ class _Resolver:
             mlps=tuple(parts.built("mlp")),
             moes=tuple(parts.built("moe")),
             layer_inputs=tuple(inputs),
+            blocks=blocks,
             kinds=kinds,
             schedule=rules,
             embedding=embedding,
             head=head,
             tables=tables,
-            merges=(merges := _merges(tables, self.model)),
-            adapted=_adapted(merges),
+            merges=_merges(tables),
+            layer=model.checkpoint.layers,
         )
         check_generated_names(architecture, self.problems)
         self.problems.raise_if_any()
-        return architecture
-
-    # ------------------------------------------------------------ ends of the model
+        return replace(architecture, imports=imports(architecture))
 
     def _embedding(self) -> tuple[ir.Statement, ir.Row]:
         entry = self.model.embedding
         role = entry.weight.replace(".", "_")
-        row = ir.Row(role, ("d.vocab", "d.hidden"), ((f"{entry.weight}.weight", "d.vocab"),))
-        scale = None
+        row = self.rows.embedding(role, dim("vocab"), dim("hidden"), entry.weight)
+        scale: Size | str | None = None
         if entry.scale != "1":
             scale = self.scope.code(entry.scale, ("embedding", "scale"), "float")
             scale = f"rounded({scale}, w.{role}.dtype)" if entry.scale_dtype == "model" else scale
@@ -165,15 +111,14 @@ class _Resolver:
             if entry.norm.weight is None:
                 message = f"the norm `{entry.norm.norm}` has a gain, and this step names no weight"
                 self.problems.add("SPEC019", message, ("head", "norm"), key=True)
-            rows.append(ir.Row(norm_role, ("d.hidden",), ((f"{entry.norm.weight}.weight", "d.hidden"),)))
+            rows.append(self.rows.norm(norm_role, dim("hidden"), entry.norm.weight or ""))
         elif entry.norm.weight is not None and entry.norm.norm in self.model.norms:
             message = f"the norm `{entry.norm.norm}` has no gain to use this weight"
             help = "remove it, or name a norm with a gain"
             self.problems.add("SPEC018", message, ("head", "norm", "weight"), help=help)
         role = entry.weight.replace(".", "_")
-        tied = self.scope.flag(entry.tied, ("head", "tied"), prefix="d")
-        same = {} if tied is False else {"same_as": embedding.role, "same_when": None if tied is True else str(tied)}
-        rows.append(ir.Row(role, ("d.vocab", "d.hidden"), ((f"{entry.weight}.weight", "d.vocab"),), **same))
+        tied = self.scope.flag(entry.tied, ("head", "tied"))
+        rows.append(self.rows.head(role, dim("vocab"), dim("hidden"), entry.weight, tied, embedding.role))
         softcap = self.scope.optional(entry.softcap, ("head", "softcap"))
         call = call or ir.NormCall("rms_norm", "None", "0", None, "norms")
         call = replace(call, why=norm_why(entry.norm, call))
@@ -182,23 +127,23 @@ class _Resolver:
     def _ropes(self) -> tuple[ir.Rope, ...]:
         found = []
         for name, entry in self.model.ropes.items():
-            users = [a for a in self.parts.built("attention") if a.rope == name]
+            users = [a for a in self.parts.built("attention") if a.rope == rope_field(name)]
             widths = {a.head_dim for a in users}
             if len(widths) > 1:
                 message = f"rope `{name}` serves heads of different widths"
                 self.problems.add("SPEC017", message, ("ropes", name), key=True, help="define one rope a width")
             if users:
-                width = users[0].head_dim.replace("dims.", "")
+                width = users[0].head_dim
                 path = f"ropes.{name}"
-                found.append(ir.Rope(_rope_field(name), entry.parameters, tuple(entry.types), width, path, entry.why))
+                found.append(ir.Rope(rope_field(name), entry.parameters, tuple(entry.types), width, path, entry.why))
         return tuple(found)
 
     def _divisions(self) -> tuple[ir.Division, ...]:
         """Heads that key/value heads must divide, and value heads that key heads must; settled ones left out."""
         found: dict[tuple[str, str], ir.Division] = {}
-        for section, many, few in (("attention", "heads", "kv_heads"), ("gdn", "value_heads", "key_heads")):
+        for section, many, few in MULTIPLES:
             for part in self.parts.built(section):
-                codes = tuple(getattr(part, field).replace("dims.", "") for field in (many, few))
+                codes = (getattr(part, many).own, getattr(part, few).own)
                 if codes[0] != codes[1] and not all(code.isdigit() for code in codes):
                     found.setdefault(codes, ir.Division(part.path, many, codes[0], few, codes[1]))
         return tuple(found.values())
@@ -219,8 +164,6 @@ class _Resolver:
             by,
         )
 
-    # ------------------------------------------------------------ tables
-
     def _tables(self, block_rows: tuple[ir.Row, ...], model_rows: tuple[ir.Row, ...]) -> list[ir.WeightTable]:
         parts = [part.table for section in ("attention", "gdn", "mlp", "moe") for part in self.parts.built(section)]
         tables = [
@@ -230,71 +173,28 @@ class _Resolver:
         ]
         checkpoint = self.model.checkpoint
         check_checkpoint(checkpoint, [row for table in tables for row in table.rows], self.problems)
-        fp32 = set(checkpoint.fp32)
-        return [ir.WeightTable(t.function, tuple(_fp32(row, fp32) for row in t.rows), t.path) for t in tables]
+        return tables
 
     def _check_unused(self, kinds: tuple[ir.Kind, ...]) -> None:
         for section in ("norms", "ropes", "attention", "gdn", "mlp", "moe"):
             for name in getattr(self.model, section):
-                if (section, name) not in self.parts.used and not self.problems.is_meant((section, name)):
+                if (section, name) not in self.parts.used and (section, name) not in self.problems.meant:
                     message = f"`{name}` is used by nothing in {self.model.name}"
                     self.problems.add("SPEC010", message, (section, name), key=True, help="use it or remove it")
         inputs = {name for kind in kinds for name in kind.inputs}
         for name in self.model.layer_inputs:
-            if name not in inputs and not self.problems.is_meant(("layer_inputs", name)):
+            if name not in inputs and ("layer_inputs", name) not in self.problems.meant:
                 message = f"`{name}` is used by nothing in {self.model.name}"
                 self.problems.add(
                     "SPEC010", message, ("layer_inputs", name), key=True, help="multiply by it: `{times: …}`"
                 )
 
 
-def _rope_field(name: str) -> str:
-    return name if name == "rope" else f"{name}_rope"
-
-
-def _fp32(row: ir.Row, names: set[str]) -> ir.Row:
-    return replace(row, fp32=True) if any(name in names for name, _ in row.parts) else row
-
-
-def _merges(tables: tuple[ir.WeightTable, ...], model: models.SpecModel) -> tuple[ir.MergeRole, ...]:
-    """The weights that adapters may change: linear modules, and stacked experts."""
-    found: dict[str, ir.MergeRole] = {}
-    layer = f"{model.checkpoint.layers}."
-    orders, per_expert = {}, {}
-    for layouts in (layouts for moe in model.moe.values() for layouts in (moe.gate_up, moe.down)):
-        modules = [name.removesuffix(".weight") for each in layouts for name in getattr(each, "per_expert", ())]
-        for layout in (each for each in layouts if isinstance(each, models.StackedLayout)):
-            orders[f'"{layer}{layout.stacked}"'], per_expert[layout.stacked] = layout, tuple(modules)
+def _merges(tables: tuple[ir.WeightTable, ...]) -> tuple[ir.Merge, ...]:
+    """The weights that adapters may change, each once: kinds that pack a module differently have it in several."""
+    found: dict[str, ir.Merge] = {}
     for table in tables:
         for row in table.rows:
-            if row.layouts:
-                name = (
-                    next(item for item in row.layouts if item.startswith("Stacked("))[len("Stacked(") :]
-                    .split(",")[0]
-                    .rstrip(")")
-                )
-                layout = orders[name]
-                module = name.strip('"').removeprefix(layer)
-                found[row.role] = ir.MergeRole(
-                    row.role,
-                    module=module,
-                    per_expert=per_expert[module],
-                    transpose=layout.axes[1:] == ["in", "out"],
-                    path=table.path,
-                )
-            elif len(row.shape) == 2 and not row.role.endswith("_router"):
-                parts = tuple(
-                    (name.removeprefix(layer).removesuffix(".weight"), rows) for name, rows in row.parts
-                )
-                found.setdefault(row.role, ir.MergeRole(row.role, parts=parts, path=table.path))
+            if row.merge:
+                found.setdefault(row.role, ir.Merge(row.role, row.merge, table.path))
     return tuple(found.values())
-
-
-def _adapted(merges: tuple[ir.MergeRole, ...]) -> tuple[ir.Adapted, ...]:
-    """Each module once, in the order of the merges, with every weight that holds it."""
-    roles: dict[str, list[str]] = {}
-    for merge in merges:
-        modules = [merge.module, *merge.per_expert] if merge.module else [module for module, _ in merge.parts]
-        for module in modules:
-            roles.setdefault(module, []).append(merge.role)
-    return tuple(ir.Adapted(module, tuple(names)) for module, names in roles.items())

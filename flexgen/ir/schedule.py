@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
+from flexgen.contract.layer_kinds import SELECTORS
 from flexgen.ir import architecture as ir
 from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath
-
-SELECTORS = ("all", "pattern", "every", "first", "last", "from", "at", "by")
 
 
 def schedule(model: models.SpecModel, scope: Scope, problems: Problems) -> tuple[ir.ScheduleRule, ...]:
@@ -18,7 +17,7 @@ def schedule(model: models.SpecModel, scope: Scope, problems: Problems) -> tuple
     rules = [_rule(rule, ("schedule", index), model, scope, problems) for index, rule in enumerate(model.schedule)]
     used = {name for rule in model.schedule for name in _kinds_of(rule)}
     for name in model.kinds:
-        if name not in used and not problems.is_meant(("kinds", name)):
+        if name not in used and ("kinds", name) not in problems.meant:
             message = f"kind `{name}` is chosen by no rule of the schedule"
             problems.add("SPEC010", message, ("kinds", name), key=True, help="schedule it or remove it")
     if not any((rule.all or rule.pattern or rule.by) and not rule.when for rule in model.schedule):
@@ -34,7 +33,7 @@ def _kinds_of(rule: models.Rule) -> list[str]:
 def _rule(
     rule: models.Rule, path: SpecPath, model: models.SpecModel, scope: Scope, problems: Problems
 ) -> ir.ScheduleRule | None:
-    given = [s for s in SELECTORS if getattr(rule, "from_" if s == "from" else s) is not None]
+    given = rule.selectors
     if len(given) != 1:
         found = " and ".join(f"`{s}`" for s in given) or "none"
         help = f"one of {', '.join(SELECTORS)}"
@@ -56,7 +55,7 @@ def _rule(
             problems.unknown("kind", key, known, (*path, "kinds", key), "SPEC013", key=True)
     target = f'"{rule.kind}"' if rule.kind else _mapping(rule.kinds or {})
     when = None if rule.when is None else f'config.optional("{rule.when}")'
-    name = f"schedule.{'since' if selector == 'from' else 'everywhere' if selector == 'all' else selector}"
+    name = f"schedule.{SELECTORS[selector].__name__}"
     where = f"schedule[{path[-1]}]"
     if selector == "all":
         return ir.ScheduleRule(name, target, "", when, where, rule.why)
@@ -71,9 +70,9 @@ def _rule(
             rule.why,
         )
     if selector in ("at", "by"):
-        argument = f'config.optional("{getattr(rule, selector)}")'
+        argument = f'config.optional("{rule.given(selector)}")'
     else:
-        argument = scope.field(getattr(rule, "from_" if selector == "from" else selector), (*path, selector))
+        argument = scope.field(rule.given(selector), (*path, selector))
     return ir.ScheduleRule(name, argument, target, when, where, rule.why)
 
 

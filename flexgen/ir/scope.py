@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen.ir.architecture import Dim
+from flexgen.ir.code import Size, number
 from flexgen.ir.problems import Problems
 from flexgen.spec.diagnostics import SpecPath, nearest
 from flexgen.spec.expressions import Expr, ExpressionError, Name, Number, Or, parse
@@ -44,29 +45,27 @@ class Scope:
                 message = f"`dims` lacks `{name}`, which every spec defines"
                 problems.add("SPEC005", message, ("dims",), key=True, help=help, note=note)
 
-    # ------------------------------------------------------------ uses
-
-    def code(self, text: str, path: SpecPath, want: Want = "int", prefix: str = "dims") -> str:
-        """Python for an expression over dims, each name written as `prefix.name`."""
+    def code(self, text: str, path: SpecPath, want: Want = "int") -> Size:
+        """An expression over dims as code."""
         expr = self._parse(text, path)
         if expr is None:
-            return "0"
+            return number(0)
         for node in expr.walk():
             if isinstance(node, Name) and node.dotted not in self.exprs:
                 self._unknown(node, path)
-                return "0"
+                return number(0)
             if isinstance(node, Or):
                 span = (node.start, node.end)
                 self.problems.add("SPEC011", "`or` is only for `dims`, where a value can be absent", path, within=span)
-                return "0"
+                return number(0)
         self.uses.append(Use(expr, want, path))
-        return expr.python(lambda name: f"{prefix}.{name.dotted}")
+        return Size(expr)
 
-    def optional(self, text: str, path: SpecPath, want: Want = "float", prefix: str = "dims") -> str | None:
+    def optional(self, text: str, path: SpecPath, want: Want = "float") -> Size | None:
         """As `code`, None for the word `none`."""
-        return None if text == "none" else self.code(text, path, want, prefix)
+        return None if text == "none" else self.code(text, path, want)
 
-    def flag(self, text: str, path: SpecPath, prefix: str = "dims") -> bool | str:
+    def flag(self, text: str, path: SpecPath) -> bool | Size:
         """`true` and `false` are settled at build time; a dim is code for a flag that the checkpoint settles."""
         if text in ("true", "false"):
             return text == "true"
@@ -74,7 +73,7 @@ class Scope:
         if not isinstance(expr, Name):
             self.problems.add("SPEC029", f"`{text}` is no flag", path, help="write true, false or the name of a dim")
             return False
-        return self.code(text, path, "bool", prefix)
+        return self.code(text, path, "bool")
 
     def field(self, text: str, path: SpecPath) -> str:
         """Python for an expression of the schedule: dims, and config fields that may be absent."""
@@ -83,9 +82,7 @@ class Scope:
             return "None"
         if isinstance(expr, Name) and expr.dotted not in self.exprs:
             return f'config.optional("{expr.dotted}")'
-        return self.code(text, path, "int", prefix="").replace(".", "")
-
-    # ------------------------------------------------------------ definitions
+        return self.code(text, path).own
 
     def dims(self) -> tuple[Dim, ...]:
         """One `Dim` per line of the section, typed by how it is used. Reports unused dims and wrong types."""
@@ -109,7 +106,7 @@ class Scope:
         used = {name.dotted for use in self.uses for name in use.expr.names()} | set(REQUIRED)
         used |= {n.dotted for name, e in self.exprs.items() for n in e.names() if n.dotted != name}
         for name in self.exprs:
-            if name not in used and not self.problems.found and not self.problems.is_open:  # a mistake elsewhere may be why
+            if name not in used and not self.problems.found:  # a mistake elsewhere may be why
                 help = "use it in another section, or remove it"
                 self.problems.add("SPEC010", f"dim `{name}` is used by nothing", ("dims", name), key=True, help=help)
         return tuple(lines)
@@ -165,7 +162,7 @@ class Scope:
                 return f'{reader}({", ".join(paths)}, "{last.dotted}"{nonzero})'
             return f"{reader}({', '.join(paths)}, default={self._arithmetic(last, is_dim, path)}{nonzero})"
         if isinstance(expr, Name):
-            return expr.dotted if is_dim(expr) else f'{reader}("{expr.dotted}"{nonzero})'
+            return f"self.{expr.dotted}" if is_dim(expr) else f'{reader}("{expr.dotted}"{nonzero})'
         return self._arithmetic(expr, is_dim, path)
 
     def _arithmetic(self, expr: Expr, is_dim: object, path: SpecPath) -> str:
@@ -177,12 +174,10 @@ class Scope:
 
         def read(name: Name) -> str:
             if is_dim(name):
-                return name.dotted
+                return f"self.{name.dotted}"
             return f'config.number("{name.dotted}"{", nonzero=True" if name.dotted in divisors else ""})'
 
         return expr.python(read)
-
-    # ------------------------------------------------------------ problems
 
     def _parse(self, text: str, path: SpecPath) -> Expr | None:
         try:

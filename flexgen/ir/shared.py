@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from flexgen.ir import architecture as ir
+from flexgen.ir.code import dim
 from flexgen.ir.problems import Problems, defined
+from flexgen.ir.rows import Flag, Rows
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath, show_path
@@ -27,15 +29,13 @@ class Shared:
         self.scope = scope
         self.problems = problems
         self.layers = model.checkpoint.layers + "."
+        self.rows = Rows(self.layers, model.checkpoint.fp32)
+        self.hidden = dim("hidden")
         self.used: set[tuple[str, str]] = set()
 
     def table(self, name: str, rows: Iterable[ir.Row], at: SpecPath) -> ir.WeightTable:
         """The weights of an entry."""
         return ir.WeightTable(f"{name}_weights", tuple(rows), show_path(at))
-
-    def module(self, name: str, suffix: str = "weight") -> str:
-        """The checkpoint name of a module's tensor in a layer."""
-        return f"{self.layers}{name}.{suffix}"
 
     def norm(self, name: str, path: SpecPath, gain: str) -> ir.NormCall | None:
         """A call of a named norm; `gain` is code for its weight, used where the norm has one."""
@@ -60,23 +60,12 @@ class Shared:
         entry = self.model.norms.get(name)
         return entry is not None and entry.gain != "none"
 
-    def bias(self, flag: bool | str, code: str) -> str:
-        """The bias argument of a linear: its weight where there can be one."""
-        return "None" if flag is False else code
-
-    def bias_row(self, flag: bool | str, role: str, parts: Sequence[tuple[str, str]]) -> list[ir.Row]:
-        """The weight row of a bias that is there, may be there, or is not."""
-        if flag is False:
-            return []
-        rows = " + ".join(rows for _, rows in parts)
-        return [ir.Row(role, (rows,), tuple(parts), present=None if flag is True else flag)]
-
 
 def norm_why(step: models.NormStep, norm: ir.NormCall | None) -> str | None:
     """The comment of a norm's line: the step's own, else the norm's."""
     return step.why or (norm.why if norm else None)
 
 
-def double(size: str) -> str:
-    """Code for twice a size."""
-    return f"2 * {size}" if " " not in size else f"2 * ({size})"
+def bias(flag: Flag, role: str) -> str | None:
+    """The bias argument of a projection: its weight, where there can be one."""
+    return None if flag is False else f"w.{role}_bias"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexgen.contract.configs import normalise
 from flexgen.errors import FlexgenError
 
 NESTED = ("text_config", "llm_config", "language_config")
@@ -49,8 +50,6 @@ def read(path: Path) -> Given:
         raise ConfigFileError(f"{path}: nested too deep to be a config") from None
     if not isinstance(raw, dict):
         raise ConfigFileError(f"{path} holds {_article(raw)}, and a config.json is an object")
-    from flexgen.runtime.loading.config import normalise  # the engine's own, which brings torch
-
     nested = next((key for key in NESTED if isinstance(raw.get(key), dict)), None)
     text = normalise(raw, nested)
     if not isinstance(text.get("model_type"), str):

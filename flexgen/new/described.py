@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flexgen.contract.configs import leaves, look
 from flexgen.new.config import Given
 from flexgen.new.draft import Draft, finished, mark_decisions, rename
 from flexgen.new.meanings import MEANINGS, SYNONYMS
-from flexgen.new.reads import Fit, leaves, look
+from flexgen.new.reads import Fit
 from flexgen.new.text import MARK, Text
 from flexgen.spec.load import Spec
 
@@ -48,9 +49,6 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
     return finished(text, head, tuple(unsupported))
 
 
-# ---------------------------------------------------------------- edits
-
-
 def _nest(text: Text, spec: Spec, given: Given) -> None:
     stated = spec.model.checkpoint.text_config
     if given.nested and stated is None:
@@ -79,9 +77,6 @@ def _mark_differences(text: Text, spec: Spec, given: Given, found: Fit) -> set[s
     for path, reason in found.foreign.items():
         text.mark(path, reason)
     return adopted
-
-
-# ---------------------------------------------------------------- what is told
 
 
 def _stated(given: Given, found: Fit) -> list[str]:

@@ -60,9 +60,6 @@ def finished(text: Text, head: list[str], unsupported: tuple[str, ...]) -> Draft
     return Draft(written, written.count(MARK), unsupported)
 
 
-# ---------------------------------------------------------------- edits
-
-
 def rename(text: Text, spec: Spec, name: str, types: list[str]) -> None:
     """Another name, and the values of `model_type` that go with it."""
     text.replace(("name",), name)

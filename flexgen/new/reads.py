@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flexgen.contract.configs import broken_fence, leaves, look, merged, normalise
 from flexgen.contract.ignored import NO_EFFECT
 from flexgen.new.config import Given
 from flexgen.new.meanings import SYNONYMS
-from flexgen.runtime.loading.config import broken_fence, merged, normalise
 from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.expressions import Name, Number, Or, parse
 from flexgen.spec.load import Spec
@@ -112,23 +112,6 @@ def _parts_of_config(config: Mapping[str, Any]) -> frozenset[str]:
         "window": ("sliding_window", "sliding_window_size", "use_sliding_window"),
     }
     return frozenset(name for name, fields in signs.items() if any(look(config, field) for field in fields))
-
-
-def look(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where absent."""
-    node: Any = config
-    for key in path.split("."):
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested objects with its dotted path."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}{key}.")
-    else:
-        yield prefix[:-1], node
 
 
 def _covered(path: str, known: set[str]) -> bool:

@@ -38,7 +38,7 @@ def _from_config(name: str, path: Path) -> tuple[Draft, str]:
     from flexgen.new.config import read
 
     given = read(path)
-    from flexgen.new.described import from_config  # these two read as the engine does, which brings torch
+    from flexgen.new.described import from_config
     from flexgen.new.reads import fit
 
     specs = [_load(spec) for spec in find_specs([])]

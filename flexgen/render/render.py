@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
-import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateNotFound, TemplateSyntaxError
 
 from flexgen.assets import root
+from flexgen.contract.abi import ABI
 from flexgen.errors import FlexgenError
 from flexgen.ir.architecture import Architecture
+from flexgen.render.filters import FILTERS
 from flexgen.render.lint import Problem, lint
 from flexgen.render.marks import MARK, Mark, MarkedEnvironment, Recorder, watch
-
-ABI = 2
-"""The ABI that the templates target; `flexgen.contract.abi.ABI` must equal it (tested)."""
-
-WIDTH = 120
-"""Columns that layout filters fill."""
 
 FILES = ("attention.py", "merge.py", "walker.py")
 
@@ -102,26 +94,8 @@ def _wrong(problem: Problem, marked: list[tuple[str, list[Mark]]], architecture:
 
 def _text(architecture: Architecture, name: str, environment: Environment) -> str:
     """What the template writes; with marks, where the environment leaves them."""
-    mixers = [part.function for part in (*architecture.attentions, *architecture.gdns)]
-    body = ""
-
-    def names(candidates: str | list[str]) -> str:
-        listed = candidates.split() if isinstance(candidates, str) else candidates
-        return ", ".join(sorted(n for n in listed if re.search(rf"\b{n}\b", body)))
-
-    context: dict[str, Any] = {
-        "arch": architecture,
-        "abi": ABI,
-        "mixer_names": mixers,
-        "kind_inputs": [entry.name for entry in architecture.layer_inputs],
-        "names": names,
-        "uses": lambda text: re.search(rf"(?<![\w.]){re.escape(text)}", body) is not None,
-    }
     try:
-        template = environment.get_template(f"{name}.j2")
-        first = MARK.sub("", template.render(context))
-        body = "\n".join(line for line in first.split("\n") if not line.startswith(("from ", "import ")))
-        return template.render(context)
+        return environment.get_template(f"{name}.j2").render(arch=architecture, abi=ABI)
     except TemplateSyntaxError as error:
         where = f"templates/{error.name}:{error.lineno}"
         raise RenderError(f"{where}: {error.message} (rendering {architecture.source})") from None
@@ -152,9 +126,6 @@ def _kept(lines: Sequence[str]) -> list[int]:
     return [index for before, index in spans for index in (*range(before + 1, index)[:2], index)]
 
 
-# ---------------------------------------------------------------- filters
-
-
 def _environment(templates: Mapping[str, str], kind: type[Environment] = Environment) -> Environment:
     return _cached_environment(tuple(sorted(templates.items())), kind)
 
@@ -171,76 +142,5 @@ def _cached_environment(sources: tuple[tuple[str, str], ...], kind: type[Environ
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters.update(
-        tuple=_tuple,
-        literal=_literal,
-        lines=_lines,
-        width=lambda text: len(MARK.sub("", text)),
-        filled=_filled,
-        filled_tuple=_filled_tuple,
-        filled_dict=_filled_dict,
-        comment=lambda text: f"  # {' '.join(str(text).split())}" if text else "",
-        docstring=lambda text: " ".join(text.split()).replace("\\", "\\\\").replace('"', '\\"'),
-        given=lambda items: [item for item in items if item],
-        named=lambda code, name: f"{name}={code}" if code else None,
-        keyword=lambda code, name: f", {name}={code}" if code else "",
-        code_tuple=lambda items: f"({', '.join(items)}{',' if len(items) == 1 else ''})",
-        bias=lambda code: "" if code == "None" else f", {code}",
-        times=lambda code: f" * {_operand(code)}" if code else "",
-        operand=_operand,
-        concat=lambda first, second: [*first, *second],
-        d=lambda code: code.replace("dims.", "d."),
-    )
+    environment.filters.update(FILTERS)
     return environment
-
-
-def _tuple(items: Iterable[object]) -> str:
-    listed = [_literal(item) for item in items]
-    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
-
-
-def _filled(items: Iterable[str], indent: int) -> str:
-    """Items separated by commas, as many on a line as fit; the first line is already indented."""
-    lines = textwrap.wrap(", ".join(items) + ",", WIDTH - indent, break_long_words=False, break_on_hyphens=False)
-    return ("\n" + " " * indent).join(lines)
-
-
-def _filled_tuple(items: Sequence[object]) -> str:
-    """A tuple on one line where it fits, else filled."""
-    listed = [_literal(item) for item in items]
-    one = _tuple(items)
-    return one if len(one) <= WIDTH - 12 else f"(\n    {_filled(listed, 4)}\n)"
-
-
-def _filled_dict(value: dict[str, object]) -> str:
-    """A dict on one line where it fits, else filled."""
-    listed = [f"{_literal(key)}: {_literal(item)}" for key, item in value.items()]
-    return one if len(one := _literal(value)) <= WIDTH - 12 else f"{{\n    {_filled(listed, 4)}\n}}"
-
-
-def _lines(value: dict[str, object]) -> str:
-    """A dict of constants on one line where it fits, else an entry a line, so that a changed one moves no other."""
-    if len(one := _literal(value)) <= WIDTH - 12:
-        return one
-    return "{\n" + "".join(f"    {_literal(key)}: {_literal(item)},\n" for key, item in value.items()) + "}"
-
-
-def _literal(value: object) -> str:
-    """A value of the spec as a Python literal with double quotes."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, bool | type(None) | int):
-        return repr(value)
-    if isinstance(value, float):
-        return getattr(value, "text", None) or repr(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
-    raise TypeError(f"no literal for {type(value).__name__}")
-
-
-def _operand(code: str) -> str:
-    """Code as an operand of `*`: a quotient or sum in parentheses."""
-    node = ast.parse(code, mode="eval").body
-    return f"({code})" if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Pow) else code

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexgen.contract.abi import Layer, State, Step
+from flexgen.contract.abi import Layer, Step
+from flexgen.contract.state import State
 
 
 class Dims(Protocol):

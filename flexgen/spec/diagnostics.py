@@ -85,13 +85,9 @@ class Diagnostic:
 
 
 class SpecError(FlexgenError):
-    """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake.
+    """A spec that cannot be used. `diagnostics` holds every problem found, sorted, one a mistake."""
 
-    `mended` is the spec with holes for those of shape, where they can be filled: later passes find the others in it.
-    """
-
-    def __init__(self, diagnostics: Iterable[Diagnostic], mended: Any = None) -> None:
-        self.mended = mended
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics: tuple[Diagnostic, ...] = tuple(merge_cascades(diagnostics))
         assert self.diagnostics, "a SpecError needs a diagnostic"
         super().__init__(self.diagnostics)
@@ -101,9 +97,6 @@ class SpecError(FlexgenError):
             f"{item.path}:{item.span.line}:{item.span.column}: error[{item.code}]: {printable(item.message)}"
             for item in self.diagnostics
         )
-
-
-# ---------------------------------------------------------------- one message a mistake
 
 
 def merge_cascades(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
@@ -156,9 +149,6 @@ def _gather_repeats(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
             notes.append(Note(f"and in {len(others) - _SHOWN_REPEATS} more places"))
         gathered.append(replace(first, notes=(*first.notes, *notes)))
     return gathered
-
-
-# ---------------------------------------------------------------- text and JSON
 
 
 def render_text(diagnostics: Iterable[Diagnostic], sources: Mapping[str, Sequence[str]]) -> str:
@@ -228,9 +218,6 @@ def _range(span: Span) -> dict[str, dict[str, int]]:
         "start": {"line": span.line, "column": span.column},
         "end": {"line": span.end_line, "column": span.end_column},
     }
-
-
-# ---------------------------------------------------------------- did you mean
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

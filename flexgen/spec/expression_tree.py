@@ -38,9 +38,6 @@ class ExpressionError(FlexgenError):
         self.code = code
 
 
-# ---------------------------------------------------------------- the tree
-
-
 @dataclass(frozen=True)
 class Expr:
     """An expression, at the characters [start, end) of its text. Two are equal where they read the same."""

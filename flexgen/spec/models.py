@@ -8,101 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-Identifier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
-TensorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=200)]
-TensorPattern = Annotated[str, Field(pattern=r"^([A-Za-z0-9_]+|\*)(\.([A-Za-z0-9_]+|\*))*$", max_length=200)]
-ConfigPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=120)]
-
-
-def _form(value: object, *keys: str) -> str | None:
-    """The tag of the form that a mapping has, after the first of these keys in it; never equal to the key itself."""
-    return next((f"form:{key}" for key in keys if isinstance(value, dict) and key in value), None)
-
-
-def _source_text(value: object) -> object:
-    """A number or flag as it was written; anything that is no scalar is left for pydantic to refuse."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return getattr(value, "text", None) or str(value)
-    return value
-
-
-Text = Annotated[
-    str,
-    BeforeValidator(_source_text, json_schema_input_type=str | int | float | bool),
-    Field(max_length=200),
-]
-MAX_ENTRIES = 100
-"""Of a section: far more than any architecture has, and little enough that every check stays quick."""
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
-
-
-class Section(BaseModel):
-    """What every entry has in common."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
-
-
-class Entry(Section):
-    why: str | None = Field(None, max_length=160, description="Becomes the comment beside the generated line.")
-
-
-# ---------------------------------------------------------------- checkpoint
-
-
-class AtLeast(Section):
-    min: int | float = Field(description="The smallest value accepted.")
-
-
-Scalar = str | int | float | bool | None
-
-
-def _fence_tag(value: object) -> str:
-    return f"form:{'min' if isinstance(value, dict) else 'list' if isinstance(value, list) else 'value'}"
-
-
-Fence = Annotated[
-    Annotated[AtLeast, Tag("form:min")]
-    | Annotated[Annotated[list[Scalar], Field(min_length=1)], Tag("form:list")]
-    | Annotated[Scalar, Tag("form:value")],
-    Discriminator(_fence_tag),
-]
-
-
-class Checkpoint(Section):
-    model_types: list[str] = Field(
-        min_length=1, description="Values of `model_type` in config.json that this spec serves."
-    )
-    text_config: ConfigPath | None = Field(
-        None, description="Where a multimodal config.json nests the text model's config. Absent: the whole file is it."
-    )
-    prefix: list[TensorName] = Field(
-        ["model"], min_length=1, description="Prefixes of the text model's tensors; a file uses exactly one of them."
-    )
-    layers: TensorPattern = Field("layers.*", description="The module of one layer, below the prefix; `*` is its index.")
-    skip: list[TensorPattern] = Field(
-        [],
-        description="Tensors that are present but unused, by full name or below the prefix; `*` matches anything. Counted.",
-    )
-    fp32: list[TensorPattern] = Field(
-        [], description="Tensors that stay fp32 whatever the model's dtype, below the prefix; `*` is the layer."
-    )
-    defaults: dict[str, Any] = Field(
-        {},
-        description="What the family's config class fills in where config.json is silent; merged below the file's values.",
-    )
-    require: dict[ConfigPath, Fence] = Field(
-        {},
-        description="Fences: field to the value, list of values or `{min: n}` without which this spec does not apply.",
-    )
-    ignore: list[ConfigPath] = Field([], description="Config fields that do not change this family's forward pass.")
-
-
-# ---------------------------------------------------------------- named parts
+from flexgen.spec.checkpoint import Checkpoint
+from flexgen.spec.fields import (
+    MAX_ENTRIES,
+    Activation,
+    ConfigPath,
+    Entry,
+    Identifier,
+    Section,
+    TensorName,
+    TensorPattern,
+    Text,
+    form,
+)
 
 
 class Norm(Entry):
@@ -237,7 +157,7 @@ class Mxfp4Layout(Section):
 
 
 def _layout_tag(value: object) -> str | None:
-    return _form(value, "stacked", "per_expert", "mxfp4")
+    return form(value, "stacked", "per_expert", "mxfp4")
 
 
 Layout = Annotated[
@@ -263,9 +183,6 @@ class Moe(Entry):
     gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up.")
     down: list[Layout] = Field(min_length=1, description="Forms a file may hold down in.")
     down_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of down.")
-
-
-# ---------------------------------------------------------------- steps and the block
 
 
 class NormStep(Entry):
@@ -316,7 +233,7 @@ _STEPS = ("embedding", "norm", "linear", "act", "gain", "scale", "times", "sum")
 def _step_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "form:name"
-    return _form(value, *_STEPS)
+    return form(value, *_STEPS)
 
 
 Step = Annotated[
@@ -338,7 +255,7 @@ class AddPart(Entry):
 
 
 def _part_tag(value: object) -> str | None:
-    return _form(value, "add", "gain", "scale")
+    return form(value, "add", "gain", "scale")
 
 
 BlockPart = Annotated[
@@ -350,6 +267,9 @@ BlockPart = Annotated[
 class LayerInput(Entry):
     size: Text = Field(description="Width of one layer's slice.")
     steps: list[Step] = Field(min_length=1, description="Steps from the embedded tokens to all layers' slices.")
+
+
+SELECTORS = ("all", "pattern", "every", "first", "last", "from", "at", "by")
 
 
 class Rule(Entry):
@@ -369,8 +289,14 @@ class Rule(Entry):
     )
     when: ConfigPath | None = Field(None, description="A config flag without which the rule does nothing.")
 
+    def given(self, selector: str) -> Any:
+        """The value of a selector, by the name that a spec calls it by; None where it is not given."""
+        return getattr(self, "from_" if selector == "from" else selector)
 
-# ---------------------------------------------------------------- ends of the model, and the whole
+    @property
+    def selectors(self) -> tuple[str, ...]:
+        """The selectors that are given; a spec without mistakes gives one."""
+        return tuple(name for name in SELECTORS if self.given(name) is not None)
 
 
 class Embedding(Entry):

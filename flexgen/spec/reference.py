@@ -9,11 +9,13 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from flexgen.spec import models
+from flexgen.spec.checkpoint import Checkpoint
 from flexgen.spec.codes import CODES
+from flexgen.spec.fields import Text, source_text
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("A spec", models.SpecModel),
-    ("checkpoint", models.Checkpoint),
+    ("checkpoint", Checkpoint),
     ("norms.NAME", models.Norm),
     ("ropes.NAME", models.RopeEntry),
     ("attention.NAME", models.Attention),
@@ -79,14 +81,14 @@ def _default(value: Any) -> str:
 
 def _is_text(annotation: Any) -> bool:
     return get_origin(annotation) is Annotated and any(
-        item is models._source_text or getattr(item, "func", None) is models._source_text
+        item is source_text or getattr(item, "func", None) is source_text
         for item in annotation.__metadata__
     )
 
 
 def _kind(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation is models.Text or _is_text(annotation):
+    if annotation is Text or _is_text(annotation):
         return "number"
     if origin is Annotated:
         return _kind(arguments[0])

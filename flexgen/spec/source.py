@@ -165,8 +165,6 @@ class _Composer:
             raise SpecError(self.problems)
         return Document(self.path, self.lines, data, self.keys, self.values)
 
-    # ------------------------------------------------------------ what is refused
-
     def refuse(self, code: str, message: str, span: Span, help: str, *notes: Note) -> None:
         self.problems.append(Diagnostic(code, message, self.path, span, help, notes))
 
@@ -201,8 +199,6 @@ class _Composer:
             self.refuse("SPEC002", f"{name} cannot be used in a spec", spans[0], advice, *notes)
         return _UNUSABLE.sub(" ", text)
 
-    # ------------------------------------------------------------ places
-
     def here(self) -> Span:
         return _span(self.events.get_mark())
 
@@ -220,8 +216,6 @@ class _Composer:
         written = self.text[event.start_mark.index : event.end_mark.index].rstrip().split("\n")
         column = len(written[-1]) + (event.start_mark.column if len(written) == 1 else 0)
         return Span(span.line, span.column, span.line + len(written) - 1, column + 1)
-
-    # ------------------------------------------------------------ nodes
 
     def root(self) -> Any:
         self.events.get_event()
@@ -328,8 +322,6 @@ class _Composer:
         """Refuse what escapes such as `"\\e"` bring in."""
         if char := _UNUSABLE.search(text):
             self.refuse("SPEC002", f"{_named(char.group())} cannot be used in a spec", span, "remove the escape")
-
-    # ------------------------------------------------------------ text that a comma ended
 
     def entry(self, key: str, span: Span, key_event: Event, value_event: Event) -> _Entry:
         text = value_event.value if isinstance(value_event, ScalarEvent) and value_event.style is None else None

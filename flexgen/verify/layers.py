@@ -34,9 +34,8 @@ class LayerRun:
             self.logits = reference.logits(oracle, tokens)
         self.calls: dict[str, Call] = calls
         self.index = {id(layer): index for index, layer in enumerate(model.layers)}
-        functions = {function.__name__ for function in model.package.walker.LAYERS.values()}
         owners = {id(model.weights): None, **self.index}
-        self.tracer = Tracer(model.package.folder, owners, self._expected, functions, tolerance)
+        self.tracer = Tracer(model.package.folder, owners, self._expected, tolerance)
         self.at: int | None = None
         self.errors: list[float] = []
         self.difference = self._run(tokens)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexgen.contract.abi import Mxfp4, PerExpert, Stacked, Weight
+from flexgen.contract.weights import Mxfp4, PerExpert, Stacked, Weight
 from flexgen.errors import FlexgenError
 from flexgen.runtime.loading.model import Model
 
@@ -23,10 +23,9 @@ class Modules:
         self.named: dict[str, torch.nn.Module] = dict(reference.named_modules())
         self.prefixes: Sequence[str] = model.package.walker.PREFIXES
         self.by_role: dict[tuple[int | None, str], tuple[str, ...]] = {}
-        walker = model.package.walker
         lists: set[str] = set()
         for index, kind in [(None, "model"), *enumerate(model.dims.kinds)]:
-            for weight in (weight for rows in walker.WEIGHTS[kind] for weight in rows(model.dims)):
+            for weight in model.table(kind):
                 self._add(index, weight, lists)
         (path,) = lists
         found = [self._find(f"{path}.{index}") for index in range(len(model.layers))]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexgen.compiler import UsageError, find_specs
-from flexgen.contract.abi import Slots
+from flexgen.contract.state import Slots
 from flexgen.runtime.loading.checkpoint import CheckpointError
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.package import find_packages, read_manifest

@@ -28,7 +28,7 @@ MARKER = "# spec: "
 
 @dataclass(frozen=True)
 class Place:
-    """One line of generated code, the layer function's line that led to it, and the line before that was still right."""
+    """One line of generated code, the block's line that led to it, and the line before that was still right."""
 
     file: Path
     line: int
@@ -72,17 +72,15 @@ class Tracer:
         folder: Path,
         owners: Mapping[int, int | None],
         expected: Callable[[int | None, str], list[Call]],
-        layer_functions: set[str],
         tolerance: float,
     ) -> None:
         self.folder, self.owners, self.expected = str(folder), owners, expected
-        self.layer_functions, self.tolerance = layer_functions, tolerance
+        self.tolerance = tolerance
         self.fault: Fault | None = None
         self.compared: set[tuple[str, int, int | None]] = set()
         self.last_return: Place | None = None
         self._running: dict[FrameType, _Function] = {}
         self._statements: dict[str, dict[int, ast.stmt]] = {}
-        self._layer_function: str | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -107,8 +105,9 @@ class Tracer:
                 self._enter(frame, statement)
         elif event == "return":
             running = self._running.get(frame)
-            if running is not None and isinstance(running.statement, ast.Return) and running.statement.value:
-                self.last_return = self._blame(frame, running.statement.value)
+            value = running.statement.value if running is not None and isinstance(running.statement, ast.Return) else None
+            if value is not None and not self._is_handed_on(frame, value):
+                self.last_return = self._blame(frame, value)
             self._running.pop(frame, None)
         return self._event
 
@@ -162,17 +161,26 @@ class Tracer:
         if name is not None and caller is not None and caller in self._running:
             position = frame.f_code.co_varnames.index(name)
             for call in (n for n in ast.walk(self._running[caller].statement) if isinstance(n, ast.Call)):
-                if isinstance(call.func, ast.Name) and call.func.id == frame.f_code.co_name:
-                    plain = all(not isinstance(arg, ast.Starred) for arg in call.args[: position + 1])
-                    return self._blame(caller, call.args[position]) if plain else self._place(caller, caller.f_lineno)
+                if _called(caller, call.func) is frame.f_code:
+                    if any(isinstance(arg, ast.Starred) for arg in call.args[: position + 1]):
+                        return self._place(caller, caller.f_lineno)
+                    if not self._is_handed_on(caller, call):
+                        return self._blame(caller, call.args[position])
         return self._place(frame, running.statement.lineno)
+
+    def _is_handed_on(self, frame: FrameType, value: ast.expr) -> bool:
+        """Whether a function returns what another generated one makes of its own arguments, as a kind's layer does."""
+        is_returned = isinstance(self._running[frame].statement, ast.Return)
+        code = _called(frame, value.func) if isinstance(value, ast.Call) else None
+        return is_returned and code is not None and self._is_generated(code)
 
     def _place(self, frame: FrameType, line: int) -> Place:
         at: FrameType | None = frame
         layer_line: int | None = None
         while at is not None and layer_line is None:
-            if at.f_code.co_name in self.layer_functions and self._is_generated(at.f_code):
-                layer_line = line if at is frame else self._running[at].statement.lineno
+            if self._is_generated(at.f_code):
+                own = line if at is frame else self._running[at].statement.lineno
+                layer_line = own if (marker(Path(at.f_code.co_filename), own) or "").startswith("block[") else None
             at = at.f_back
         return Place(Path(frame.f_code.co_filename), line, layer_line, self._running[frame].agreed)
 
@@ -202,6 +210,12 @@ def _note(assigned: dict[str, int], statement: ast.stmt) -> None:
         for node in (node for target in statement.targets for node in ast.walk(target)):
             if isinstance(node, ast.Name):
                 assigned[node.id] = statement.lineno
+
+
+def _called(frame: FrameType, function: ast.expr) -> CodeType | None:
+    """The code of the function that a name stands for in a running function: a slot's filling is an argument."""
+    name = function.id if isinstance(function, ast.Name) else ""
+    return getattr(frame.f_locals.get(name, frame.f_globals.get(name)), "__code__", None)
 
 
 def _is_weight(node: ast.expr) -> bool:

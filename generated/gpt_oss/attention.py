@@ -1,6 +1,6 @@
 # Generated from specs/gpt_oss.yaml. Do not edit: change the spec or the templates,
 # then run `flexgen build specs/gpt_oss.yaml`.
-"""How tokens of gpt_oss see each other: one function an attention, and the rotary tables.
+"""How tokens of gpt_oss see each other: for each attention its weights and its function.
 
 T tokens   D model width   N query heads   K key/value heads   H head width
 """
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexgen.contract import weights
 from flexgen.contract.abi import Layer, Step
+from flexgen.contract.state import Pages, State
 from flexgen.runtime.ops.attention import attend, write_pages
 from flexgen.runtime.ops.elementwise import project, rotate
 
@@ -20,59 +22,68 @@ if TYPE_CHECKING:
     from .walker import Dims
 
 
-def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """cos and sin, each (length, rotated / 2), by attention entry."""
-    rope = dims.rope.tables(length, dtype, device)
-    return {
-        "full": rope,
-        "sliding": rope,
-    }
+def full_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: attention.full
+    return [
+        *weights.linear("qkv", {
+            "self_attn.q_proj": dims.heads * dims.head_dim,
+            "self_attn.k_proj": dims.kv_heads * dims.head_dim,
+            "self_attn.v_proj": dims.kv_heads * dims.head_dim,
+        }, dims.hidden, out="heads", bias=True),
+        *weights.linear("o", {"self_attn.o_proj": dims.hidden}, dims.heads * dims.head_dim, into="heads", bias=True),
+        weights.vector("sinks", dims.heads, "self_attn.sinks", of="heads"),
+    ]
 
 
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
+    # the reference takes the softmax, sink included, in the model's dtype
     pages = step.pages["full"]
-    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
-        (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim), dim=-1
-    )
-    q_TNH = q_T.unflatten(-1, (dims.heads, dims.head_dim))
-    k_TKH = k_T.unflatten(-1, (dims.kv_heads, dims.head_dim))
-    v_TKH = v_T.unflatten(-1, (dims.kv_heads, dims.head_dim))
+    heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
+    q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
     k_TKH = rotate(k_TKH, w.rope_cos, w.rope_sin, step.positions_T)
     write_pages(w, k_TKH, v_TKH, pages)  # writes K/V pages
-    o_TNH = attend(  # reads K/V pages
-        q_TNH,
-        w,
-        pages,
-        step,
-        scale=dims.head_dim ** -0.5,
-        sinks=w.sinks,
-        softmax_fp32=False,  # the reference takes the softmax, sink included, in the model's dtype
-    )
+    o_TNH = attend(q_TNH, w, pages, step, scale=dims.head_dim ** -0.5, sinks=w.sinks, softmax_fp32=False)  # reads K/V pages
     return project(o_TNH.flatten(1), w.o, w.o_bias)
+
+
+def sliding_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: attention.sliding
+    return [
+        *weights.linear("qkv", {
+            "self_attn.q_proj": dims.heads * dims.head_dim,
+            "self_attn.k_proj": dims.kv_heads * dims.head_dim,
+            "self_attn.v_proj": dims.kv_heads * dims.head_dim,
+        }, dims.hidden, out="heads", bias=True),
+        *weights.linear("o", {"self_attn.o_proj": dims.hidden}, dims.heads * dims.head_dim, into="heads", bias=True),
+        weights.vector("sinks", dims.heads, "self_attn.sinks", of="heads"),
+    ]
 
 
 def sliding_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.sliding
     pages = step.pages["sliding"]
-    q_T, k_T, v_T = project(x_TD, w.qkv, w.qkv_bias).split(
-        (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim), dim=-1
-    )
-    q_TNH = q_T.unflatten(-1, (dims.heads, dims.head_dim))
-    k_TKH = k_T.unflatten(-1, (dims.kv_heads, dims.head_dim))
-    v_TKH = v_T.unflatten(-1, (dims.kv_heads, dims.head_dim))
+    heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
+    q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
     k_TKH = rotate(k_TKH, w.rope_cos, w.rope_sin, step.positions_T)
     write_pages(w, k_TKH, v_TKH, pages)  # writes K/V pages
-    o_TNH = attend(  # reads K/V pages
-        q_TNH,
-        w,
-        pages,
-        step,
-        scale=dims.head_dim ** -0.5,
-        window=dims.window,
-        sinks=w.sinks,
-        softmax_fp32=False,
-    )
+    o_TNH = attend(
+        q_TNH, w, pages, step, scale=dims.head_dim ** -0.5, window=dims.window, sinks=w.sinks, softmax_fp32=False,
+    )  # reads K/V pages
     return project(o_TNH.flatten(1), w.o, w.o_bias)
+
+
+def state(dims: Dims) -> dict[str, State]:
+    """What a layer of each entry keeps from step to step."""
+    return {
+        "full": Pages(dims.kv_heads, dims.head_dim),
+        "sliding": Pages(dims.kv_heads, dims.head_dim, window=dims.window),
+    }
+
+
+def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+    """cos and sin, each (length, rotated / 2), by attention entry."""
+    rope = dims.rope.tables(length, dtype, device)
+    return {"full": rope, "sliding": rope}

@@ -3,166 +3,86 @@
 """Llama and its relatives: pre-norm, rotary attention, gated MLP.
 
 T tokens of one step   D model width   I inner width   E experts   V vocabulary   R rows that want logits
-w the layer's weights, pages and state   d, dims the checkpoint's numbers
+w the layer's weights, pages and state   dims the checkpoint's numbers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.contract import layer_kinds as schedule
-from flexgen.contract.abi import Layer, Pages, Part, State, Step, Weight
+from flexgen.contract import layer_kinds as schedule, weights
+from flexgen.contract.abi import Layer, Step
+from flexgen.contract.heads import check_heads
+from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.errors import ConfigError
 from flexgen.runtime.ops.elementwise import project, rms_norm_cast_before
-from flexgen.runtime.loading.rope import Rope
 
-from .attention import full_attention
+from .attention import full_attention, full_weights
 
-ABI = 2
-# checkpoint
+ABI = 3
 MODEL_TYPES = ("llama",)
 TEXT_CONFIG = None
 PREFIXES = ("model",)
 SKIP = ("layers.*.self_attn.rotary_emb.inv_freq",)
 DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_theta": 10000.0},
+    "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    "hidden_act": "silu", "rope_parameters": {"rope_theta": 10000.0},
 }
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ("pretraining_tp",)
 
 
-@dataclass(frozen=True)
-class Dims:
+class Dims(Numbers):
     """The numbers of one checkpoint."""
 
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    size: int
-    eps: float
-    attention_bias: bool
-    mlp_bias: bool
-    tied: bool
-    rope: Rope
-    kinds: tuple[str, ...]
-
-    @classmethod
-    def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
+    def __init__(self, raw: dict, ignore: tuple[str, ...] = ()) -> None:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
-        config = Config(
-            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by=None
-        )
-        vocab = config.int("vocab_size")
-        hidden = config.int("hidden_size")
-        layers = config.int("num_hidden_layers")
-        heads = config.int("num_attention_heads", nonzero=True)
-        kv_heads = config.int("num_key_value_heads", default=heads)
-        head_dim = config.int("head_dim", default=hidden // heads)
-        size = config.int("intermediate_size")
-        eps = config.float("rms_norm_eps")
-        attention_bias = config.flag("attention_bias")
-        mlp_bias = config.flag("mlp_bias")
-        tied = config.flag("tie_word_embeddings")
-        rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=head_dim)
-        if kv_heads < 1 or heads % kv_heads:
-            raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        kinds = config.schedule(layers, (
-            schedule.everywhere("full"),
-        ))
+        config = Config(raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE,
+                        ignore=(*IGNORE, *ignore), layers_by=None)
+        self.vocab = config.int("vocab_size")
+        self.hidden = config.int("hidden_size")
+        self.layers = config.int("num_hidden_layers")
+        self.heads = config.int("num_attention_heads", nonzero=True)
+        self.kv_heads = config.int("num_key_value_heads", default=self.heads)
+        self.head_dim = config.int("head_dim", default=self.hidden // self.heads)
+        self.size = config.int("intermediate_size")
+        self.eps = config.float("rms_norm_eps")
+        self.attention_bias = config.flag("attention_bias")
+        self.mlp_bias = config.flag("mlp_bias")
+        self.tied = config.flag("tie_word_embeddings")
+        self.rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=self.head_dim)
+        check_heads("attention.full", heads=self.heads, kv_heads=self.kv_heads)
+        self.kinds = config.schedule(self.layers, (schedule.everywhere("full"),))
         config.finish()
-        return cls(
-            vocab, hidden, layers, heads, kv_heads, head_dim, size, eps, attention_bias, mlp_bias, tied, rope, kinds,
-        )
 
 
-# state: what each entry keeps between steps
-MIXERS: dict[str, tuple[str, ...]] = {
-    "full": ("full",),
-}
-
-
-def state(d: Dims) -> dict[str, State]:
-    """What a layer of each entry keeps."""
-    return {
-        "full": Pages(d.kv_heads, d.head_dim),
-    }
-
-
-def routes(d: Dims) -> dict[str, dict[str, int]]:
-    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
-    return {}
-
-
-# weights: role, shape, and the tensors of the checkpoint that fill it
-def model_weights(d: Dims) -> list[Weight]:
+def model_weights(dims: Dims) -> list[weights.Weight]:
     # spec: embedding, head
     return [
-        Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
-        Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
+        weights.embedding("embed_tokens", dims.vocab, dims.hidden),
+        weights.norm("norm", dims.hidden),
+        weights.head("lm_head", dims.vocab, dims.hidden, same_as="embed_tokens" if dims.tied else None),
     ]
 
 
-def block_weights(d: Dims) -> list[Weight]:
+def block_weights(dims: Dims) -> list[weights.Weight]:
     # spec: block
     return [
-        Weight("input_layernorm", (d.hidden,), (Part("layers.*.input_layernorm.weight", d.hidden),)),
-        Weight("post_attention_layernorm", (d.hidden,), (Part("layers.*.post_attention_layernorm.weight", d.hidden),)),
+        weights.norm("input_layernorm", dims.hidden),
+        weights.norm("post_attention_layernorm", dims.hidden),
     ]
 
 
-def full_weights(d: Dims) -> list[Weight]:
-    # spec: attention.full
-    return [
-        Weight("qkv", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
-            Part("layers.*.self_attn.q_proj.weight", d.heads * d.head_dim),
-            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-        )),
-        Weight("qkv_bias", (d.heads * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
-            Part("layers.*.self_attn.q_proj.bias", d.heads * d.head_dim),
-            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-        ), present=d.attention_bias),
-        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
-        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
-    ]
-
-
-def mlp_weights(d: Dims) -> list[Weight]:
+def mlp_weights(dims: Dims) -> list[weights.Weight]:
     # spec: mlp.mlp
     return [
-        Weight("mlp_gate_up", (2 * d.size, d.hidden), (
-            Part("layers.*.mlp.gate_proj.weight", d.size),
-            Part("layers.*.mlp.up_proj.weight", d.size),
-        )),
-        Weight("mlp_gate_up_bias", (d.size + d.size,), (
-            Part("layers.*.mlp.gate_proj.bias", d.size),
-            Part("layers.*.mlp.up_proj.bias", d.size),
-        ), present=d.mlp_bias),
-        Weight("mlp_down", (d.hidden, d.size), (Part("layers.*.mlp.down_proj.weight", d.hidden),)),
-        Weight("mlp_down_bias", (d.hidden,), (Part("layers.*.mlp.down_proj.bias", d.hidden),), present=d.mlp_bias),
+        *weights.linear("mlp_gate_up", {"mlp.gate_proj": dims.size, "mlp.up_proj": dims.size}, dims.hidden,
+            out="inner", bias=dims.mlp_bias),
+        *weights.linear("mlp_down", {"mlp.down_proj": dims.hidden}, dims.size, into="inner", bias=dims.mlp_bias),
     ]
-
-
-WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
-    "model": (model_weights,),
-    "full": (block_weights, full_weights, mlp_weights),
-}
-HEAD = "lm_head"
 
 
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
@@ -179,23 +99,24 @@ def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[1]
     h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
     h_TD = mlp(w, h_TD)
-    x_TD = x_TD + h_TD
-    return x_TD
+    return x_TD + h_TD
 
 
-LAYERS: dict[str, Callable[..., Tensor]] = {
-    "full": full_layer,
+# by kind: the layer function, the entries that keep state, and the tables of weights; a layer's tensors are below LAYER
+LAYERS: dict[str, Callable[..., Tensor]] = {"full": full_layer}
+MIXERS: dict[str, tuple[str, ...]] = {"full": ("full",)}
+WEIGHTS: dict[str, tuple[Callable[[Dims], list[weights.Weight]], ...]] = {
+    "model": (model_weights,),
+    "full": (block_weights, full_weights, mlp_weights),
 }
+LAYER = "layers.*"
 
 
 class Walker:
     """The model: embedding, the schedule's layers, head. `run` holds one function a layer, of LAYERS or compiled."""
 
     def __init__(self, dims: Dims, weights: Layer, layers: list[Layer], run: list[Callable[..., Tensor]]) -> None:
-        self.dims = dims
-        self.weights = weights
-        self.layers = layers
-        self.run = run
+        self.dims, self.weights, self.layers, self.run = dims, weights, layers, run
 
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""

@@ -1,102 +1,10 @@
 # Generated from specs/qwen3_5.yaml. Do not edit: change the spec or the templates,
 # then run `flexgen build specs/qwen3_5.yaml`.
-"""Where adapters of qwen3_5 land. Every merge starts from the pristine base and writes `out`.
+"""Where adapters of qwen3_5 land: the weights that they may change, whose rows name the modules, and what merges them."""
 
-Each function returns how many tensors it changed, so that a merge that does nothing cannot pass for one that did.
-"""
+from flexgen.runtime.loading.lora import Merge, merge_linear
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-from flexgen.runtime.loading.lora import Deltas, merge_rows
-
-if TYPE_CHECKING:
-    from .walker import Dims
-
-# module of an adapter -> the weights that hold it
-LORA: dict[str, tuple[str, ...]] = {
-    "embed_tokens": ("embed_tokens",),
-    "lm_head": ("lm_head",),
-    "self_attn.q_proj": ("qkv",),
-    "self_attn.k_proj": ("qkv",),
-    "self_attn.v_proj": ("qkv",),
-    "self_attn.o_proj": ("o",),
-    "linear_attn.in_proj_qkv": ("gdn_in",),
-    "linear_attn.in_proj_z": ("gdn_in",),
-    "linear_attn.in_proj_b": ("gdn_in",),
-    "linear_attn.in_proj_a": ("gdn_in",),
-    "linear_attn.out_proj": ("gdn_out",),
-    "mlp.gate_proj": ("mlp_gate_up",),
-    "mlp.up_proj": ("mlp_gate_up",),
-    "mlp.down_proj": ("mlp_down",),
-}
-
-
-def merge_embed_tokens(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: embedding, head
-    return merge_rows(out, base, {"embed_tokens": d.vocab}, deltas)
-
-
-def merge_lm_head(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: embedding, head
-    return merge_rows(out, base, {"lm_head": d.vocab}, deltas)
-
-
-def merge_qkv(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: attention.full
-    rows = {
-        "self_attn.q_proj": d.heads * 2 * d.head_dim,
-        "self_attn.k_proj": d.kv_heads * d.head_dim,
-        "self_attn.v_proj": d.kv_heads * d.head_dim,
-    }
-    return merge_rows(out, base, rows, deltas)
-
-
-def merge_o(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: attention.full
-    return merge_rows(out, base, {"self_attn.o_proj": d.hidden}, deltas)
-
-
-def merge_gdn_in(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: gdn.gdn
-    rows = {
-        "linear_attn.in_proj_qkv": 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim,
-        "linear_attn.in_proj_z": d.value_heads * d.value_dim,
-        "linear_attn.in_proj_b": d.value_heads,
-        "linear_attn.in_proj_a": d.value_heads,
-    }
-    return merge_rows(out, base, rows, deltas)
-
-
-def merge_gdn_out(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: gdn.gdn
-    return merge_rows(out, base, {"linear_attn.out_proj": d.hidden}, deltas)
-
-
-def merge_mlp_gate_up(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: mlp.mlp
-    rows = {
-        "mlp.gate_proj": d.size,
-        "mlp.up_proj": d.size,
-    }
-    return merge_rows(out, base, rows, deltas)
-
-
-def merge_mlp_down(out: Tensor, base: Tensor, deltas: Deltas, d: Dims) -> int:
-    # spec: mlp.mlp
-    return merge_rows(out, base, {"mlp.down_proj": d.hidden}, deltas)
-
-
-MERGES = {
-    "embed_tokens": merge_embed_tokens,
-    "lm_head": merge_lm_head,
-    "qkv": merge_qkv,
-    "o": merge_o,
-    "gdn_in": merge_gdn_in,
-    "gdn_out": merge_gdn_out,
-    "mlp_gate_up": merge_mlp_gate_up,
-    "mlp_down": merge_mlp_down,
+MERGES: dict[str, Merge] = {
+    "embed_tokens": merge_linear, "lm_head": merge_linear, "qkv": merge_linear, "o": merge_linear,
+    "gdn_in": merge_linear, "gdn_out": merge_linear, "mlp_gate_up": merge_linear, "mlp_down": merge_linear,
 }

@@ -3,236 +3,105 @@
 """Qwen 3.5 and 3.6 with routed experts and a gated shared expert in every layer.
 
 T tokens of one step   D model width   I inner width   E experts   V vocabulary   R rows that want logits
-w the layer's weights, pages and state   d, dims the checkpoint's numbers
+w the layer's weights, pages and state   dims the checkpoint's numbers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.contract import layer_kinds as schedule
-from flexgen.contract.abi import Layer, Pages, Part, PerExpert, Slots, Stacked, State, Step, Weight
+from flexgen.contract import layer_kinds as schedule, weights
+from flexgen.contract.abi import Layer, Step
+from flexgen.contract.heads import check_heads
+from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.errors import ConfigError
-from flexgen.runtime.ops.experts import experts, renormalise, top_k
 from flexgen.runtime.ops.elementwise import project, rms_norm_one_plus
-from flexgen.runtime.loading.rope import Rope
+from flexgen.runtime.ops.experts import experts, renormalise, top_k
 
-from .attention import full_attention, gdn_mixer
+from .attention import full_attention, full_weights, gdn_mixer, gdn_weights
 
-ABI = 2
-# checkpoint
+ABI = 3
 MODEL_TYPES = ("qwen3_5_moe_text", "qwen3_5_moe")
 TEXT_CONFIG = "text_config"
 PREFIXES = ("model", "model.language_model")
 SKIP = ("mtp.*", "model.visual.*")
 DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "head_dim": 256,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
+    "rms_norm_eps": 1e-6, "head_dim": 256, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "full_attention_interval": 4,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate")
 
 
-@dataclass(frozen=True)
-class Dims:
+class Dims(Numbers):
     """The numbers of one checkpoint."""
 
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
-    kernel: int
-    experts: int
-    top_k: int
-    expert_size: int
-    shared_size: int
-    eps: float
-    attention_bias: bool
-    tied: bool
-    rope: Rope
-    kinds: tuple[str, ...]
-
-    @classmethod
-    def from_config(cls, raw: dict, ignore: tuple[str, ...] = ()) -> Dims:
+    def __init__(self, raw: dict, ignore: tuple[str, ...] = ()) -> None:
         """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
-        config = Config(
-            raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE, ignore=(*IGNORE, *ignore), layers_by="layer_types"
-        )
-        vocab = config.int("vocab_size")
-        hidden = config.int("hidden_size")
-        layers = config.int("num_hidden_layers")
-        heads = config.int("num_attention_heads")
-        kv_heads = config.int("num_key_value_heads")
-        head_dim = config.int("head_dim")
-        key_heads = config.int("linear_num_key_heads")
-        key_dim = config.int("linear_key_head_dim")
-        value_heads = config.int("linear_num_value_heads")
-        value_dim = config.int("linear_value_head_dim")
-        kernel = config.int("linear_conv_kernel_dim")
-        experts = config.int("num_experts", "num_local_experts")
-        top_k = config.int("num_experts_per_tok")
-        expert_size = config.int("moe_intermediate_size")
-        shared_size = config.int("shared_expert_intermediate_size")
-        eps = config.float("rms_norm_eps")
-        attention_bias = config.flag("attention_bias")
-        tied = config.flag("tie_word_embeddings")
-        rope = config.rope("rope_parameters", types=("default",), head_dim=head_dim)
-        if kv_heads < 1 or heads % kv_heads:
-            raise ConfigError(f"attention.full gets {heads} heads, no multiple of its {kv_heads} kv_heads")
-        if key_heads < 1 or value_heads % key_heads:
-            raise ConfigError(f"gdn.gdn gets {value_heads} value_heads, no multiple of its {key_heads} key_heads")
-        kinds = config.schedule(layers, (
+        config = Config(raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE,
+                        ignore=(*IGNORE, *ignore), layers_by="layer_types")
+        self.vocab = config.int("vocab_size")
+        self.hidden = config.int("hidden_size")
+        self.layers = config.int("num_hidden_layers")
+        self.heads = config.int("num_attention_heads")
+        self.kv_heads = config.int("num_key_value_heads")
+        self.head_dim = config.int("head_dim")
+        self.key_heads = config.int("linear_num_key_heads")
+        self.key_dim = config.int("linear_key_head_dim")
+        self.value_heads = config.int("linear_num_value_heads")
+        self.value_dim = config.int("linear_value_head_dim")
+        self.kernel = config.int("linear_conv_kernel_dim")
+        self.experts = config.int("num_experts", "num_local_experts")
+        self.top_k = config.int("num_experts_per_tok")
+        self.expert_size = config.int("moe_intermediate_size")
+        self.shared_size = config.int("shared_expert_intermediate_size")
+        self.eps = config.float("rms_norm_eps")
+        self.attention_bias = config.flag("attention_bias")
+        self.tied = config.flag("tie_word_embeddings")
+        self.rope = config.rope("rope_parameters", types=("default",), head_dim=self.head_dim)
+        check_heads("attention.full", heads=self.heads, kv_heads=self.kv_heads)
+        check_heads("gdn.gdn", value_heads=self.value_heads, key_heads=self.key_heads)
+        self.kinds = config.schedule(self.layers, (
             schedule.everywhere("linear"),
             schedule.every(config.optional("full_attention_interval"), "full"),
             schedule.by(config.optional("layer_types"), {"linear_attention": "linear", "full_attention": "full"}),
         ))
         config.finish()
-        return cls(
-            vocab, hidden, layers, heads, kv_heads, head_dim, key_heads, key_dim, value_heads, value_dim, kernel,
-            experts, top_k, expert_size, shared_size, eps, attention_bias, tied, rope, kinds,
-        )
 
 
-# state: what each entry keeps between steps
-MIXERS: dict[str, tuple[str, ...]] = {
-    "linear": ("gdn",),
-    "full": ("full",),
-}
-
-
-def state(d: Dims) -> dict[str, State]:
-    """What a layer of each entry keeps."""
-    return {
-        "full": Pages(d.kv_heads, d.head_dim),
-        "gdn": Slots(
-            {
-                "gdn_conv_state": ((2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim, d.kernel), None),
-                "gdn_state": ((d.value_heads, d.key_dim, d.value_dim), torch.float32),
-            }
-        ),
-    }
-
-
-def routes(d: Dims) -> dict[str, dict[str, int]]:
-    """How many experts each token of a layer is sent to, by kind and by where its router leaves them on request."""
-    return {
-        "linear": {"moe_routed": d.top_k},
-        "full": {"moe_routed": d.top_k},
-    }
-
-
-# weights: role, shape, and the tensors of the checkpoint that fill it
-def model_weights(d: Dims) -> list[Weight]:
+def model_weights(dims: Dims) -> list[weights.Weight]:
     # spec: embedding, head
     return [
-        Weight("embed_tokens", (d.vocab, d.hidden), (Part("embed_tokens.weight", d.vocab),)),
-        Weight("norm", (d.hidden,), (Part("norm.weight", d.hidden),)),
-        Weight("lm_head", (d.vocab, d.hidden), (Part("lm_head.weight", d.vocab),), same_as="embed_tokens" if d.tied else None),
+        weights.embedding("embed_tokens", dims.vocab, dims.hidden),
+        weights.norm("norm", dims.hidden),
+        weights.head("lm_head", dims.vocab, dims.hidden, same_as="embed_tokens" if dims.tied else None),
     ]
 
 
-def block_weights(d: Dims) -> list[Weight]:
+def block_weights(dims: Dims) -> list[weights.Weight]:
     # spec: block
     return [
-        Weight("input_layernorm", (d.hidden,), (Part("layers.*.input_layernorm.weight", d.hidden),)),
-        Weight("post_attention_layernorm", (d.hidden,), (Part("layers.*.post_attention_layernorm.weight", d.hidden),)),
+        weights.norm("input_layernorm", dims.hidden),
+        weights.norm("post_attention_layernorm", dims.hidden),
     ]
 
 
-def full_weights(d: Dims) -> list[Weight]:
-    # spec: attention.full
-    return [
-        Weight("qkv", (d.heads * 2 * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim, d.hidden), (
-            Part("layers.*.self_attn.q_proj.weight", d.heads * 2 * d.head_dim),
-            Part("layers.*.self_attn.k_proj.weight", d.kv_heads * d.head_dim),
-            Part("layers.*.self_attn.v_proj.weight", d.kv_heads * d.head_dim),
-        )),
-        Weight("qkv_bias", (d.heads * 2 * d.head_dim + d.kv_heads * d.head_dim + d.kv_heads * d.head_dim,), (
-            Part("layers.*.self_attn.q_proj.bias", d.heads * 2 * d.head_dim),
-            Part("layers.*.self_attn.k_proj.bias", d.kv_heads * d.head_dim),
-            Part("layers.*.self_attn.v_proj.bias", d.kv_heads * d.head_dim),
-        ), present=d.attention_bias),
-        Weight("o", (d.hidden, d.heads * d.head_dim), (Part("layers.*.self_attn.o_proj.weight", d.hidden),)),
-        Weight("o_bias", (d.hidden,), (Part("layers.*.self_attn.o_proj.bias", d.hidden),), present=d.attention_bias),
-        Weight("q_norm", (d.head_dim,), (Part("layers.*.self_attn.q_norm.weight", d.head_dim),)),
-        Weight("k_norm", (d.head_dim,), (Part("layers.*.self_attn.k_norm.weight", d.head_dim),)),
-    ]
-
-
-def gdn_weights(d: Dims) -> list[Weight]:
-    # spec: gdn.gdn
-    return [
-        Weight("gdn_in", (2 * (d.key_heads * d.key_dim + d.value_heads * d.value_dim + d.value_heads), d.hidden), (
-            Part("layers.*.linear_attn.in_proj_qkv.weight", 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),
-            Part("layers.*.linear_attn.in_proj_z.weight", d.value_heads * d.value_dim),
-            Part("layers.*.linear_attn.in_proj_b.weight", d.value_heads),
-            Part("layers.*.linear_attn.in_proj_a.weight", d.value_heads),
-        )),
-        Weight("gdn_conv", (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim, 1, d.kernel), (
-            Part("layers.*.linear_attn.conv1d.weight", 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim),
-        )),
-        Weight("gdn_a_log", (d.value_heads,), (Part("layers.*.linear_attn.A_log", d.value_heads),)),
-        Weight("gdn_dt_bias", (d.value_heads,), (Part("layers.*.linear_attn.dt_bias", d.value_heads),)),
-        Weight("gdn_norm", (d.value_dim,), (Part("layers.*.linear_attn.norm.weight", d.value_dim),)),
-        Weight("gdn_out", (d.hidden, d.value_heads * d.value_dim), (Part("layers.*.linear_attn.out_proj.weight", d.hidden),)),
-    ]
-
-
-def shared_weights(d: Dims) -> list[Weight]:
+def shared_weights(dims: Dims) -> list[weights.Weight]:
     # spec: mlp.shared
     return [
-        Weight("shared_gate_up", (2 * d.shared_size, d.hidden), (
-            Part("layers.*.mlp.shared_expert.gate_proj.weight", d.shared_size),
-            Part("layers.*.mlp.shared_expert.up_proj.weight", d.shared_size),
-        )),
-        Weight("shared_down", (d.hidden, d.shared_size), (Part("layers.*.mlp.shared_expert.down_proj.weight", d.hidden),)),
-        Weight("shared_out_gate", (1, d.hidden), (Part("layers.*.mlp.shared_expert_gate.weight", 1),)),
+        *weights.linear("shared_gate_up", {
+            "mlp.shared_expert.gate_proj": dims.shared_size,
+            "mlp.shared_expert.up_proj": dims.shared_size,
+        }, dims.hidden, out="inner"),
+        *weights.linear("shared_down", {"mlp.shared_expert.down_proj": dims.hidden}, dims.shared_size, into="inner"),
+        *weights.linear("shared_out_gate", {"mlp.shared_expert_gate": 1}, dims.hidden),
     ]
-
-
-def moe_weights(d: Dims) -> list[Weight]:
-    # spec: moe.moe
-    return [
-        Weight("moe_router", (d.experts, d.hidden), (Part("layers.*.mlp.gate.weight", d.experts),)),
-        Weight("moe_gate_up", (d.experts, 2 * d.expert_size, d.hidden), layouts=(
-            Stacked("layers.*.mlp.experts.gate_up_proj"),
-            PerExpert(("layers.*.mlp.experts.*.gate_proj.weight", "layers.*.mlp.experts.*.up_proj.weight")),
-        )),
-        Weight("moe_down", (d.experts, d.hidden, d.expert_size), layouts=(
-            Stacked("layers.*.mlp.experts.down_proj"),
-            PerExpert(("layers.*.mlp.experts.*.down_proj.weight",)),
-        )),
-    ]
-
-
-WEIGHTS: dict[str, tuple[Callable[[Dims], list[Weight]], ...]] = {
-    "model": (model_weights,),
-    "linear": (block_weights, gdn_weights, moe_weights, shared_weights),
-    "full": (block_weights, full_weights, moe_weights, shared_weights),
-}
-HEAD = "lm_head"
 
 
 def shared(w: Layer, x_TD: Tensor) -> Tensor:
@@ -240,6 +109,20 @@ def shared(w: Layer, x_TD: Tensor) -> Tensor:
     gate_TI, up_TI = project(x_TD, w.shared_gate_up).chunk(2, dim=-1)
     y_TD = project(F.silu(gate_TI) * up_TI, w.shared_down)
     return torch.sigmoid(project(x_TD, w.shared_out_gate)) * y_TD
+
+
+def moe_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: moe.moe
+    return [
+        *weights.router("moe_router", {"mlp.gate": dims.experts}, dims.hidden, "moe_routed", dims.top_k),
+        weights.experts("moe_gate_up",
+            dims.experts, ("inner", 2 * dims.expert_size), ("", dims.hidden),
+            weights.Stacked("mlp.experts.gate_up_proj"),
+            weights.PerExpert(("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"))),
+        weights.experts("moe_down",
+            dims.experts, ("", dims.hidden), ("inner", dims.expert_size), weights.Stacked("mlp.experts.down_proj"),
+            weights.PerExpert(("mlp.experts.*.down_proj.weight",))),
+    ]
 
 
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
@@ -253,61 +136,47 @@ def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
 
 def moe_experts(w: Layer, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, dims: Dims) -> Tensor:
     # spec: moe.moe
-    return experts(
-        x_TD,
-        weights_TK,
-        experts_TK,
-        w.moe_gate_up,
-        w.moe_down,
-        act="silu",
-        layout="out_in",
-    )
+    return experts(x_TD, weights_TK, experts_TK, w.moe_gate_up, w.moe_down, act="silu", layout="out_in")
+
+
+def block(w: Layer, x_TD: Tensor, dims: Dims, step: Step, mixer: Callable[..., Tensor]) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_one_plus(x_TD, w.input_layernorm, dims.eps)
+    h_TD = mixer(w, h_TD, dims, step)  # reads and writes its state, or writes K/V pages
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_one_plus(x_TD, w.post_attention_layernorm, dims.eps)
+    routes = moe_route(w, h_TD, dims)
+    moe_TD = moe_experts(w, h_TD, *routes, dims)
+    shared_TD = shared(w, h_TD)
+    h_TD = moe_TD + shared_TD
+    return x_TD + h_TD
 
 
 def linear_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
-    # spec: block[0]
-    h_TD = rms_norm_one_plus(x_TD, w.input_layernorm, dims.eps)
-    h_TD = gdn_mixer(w, h_TD, dims, step)  # reads and writes its state
-    x_TD = x_TD + h_TD
-    # spec: block[1]
-    h_TD = rms_norm_one_plus(x_TD, w.post_attention_layernorm, dims.eps)
-    routes = moe_route(w, h_TD, dims)
-    moe_TD = moe_experts(w, h_TD, *routes, dims)
-    shared_TD = shared(w, h_TD)
-    h_TD = moe_TD + shared_TD
-    x_TD = x_TD + h_TD
-    return x_TD
+    return block(w, x_TD, dims, step, gdn_mixer)
 
 
 def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
-    # spec: block[0]
-    h_TD = rms_norm_one_plus(x_TD, w.input_layernorm, dims.eps)
-    h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
-    x_TD = x_TD + h_TD
-    # spec: block[1]
-    h_TD = rms_norm_one_plus(x_TD, w.post_attention_layernorm, dims.eps)
-    routes = moe_route(w, h_TD, dims)
-    moe_TD = moe_experts(w, h_TD, *routes, dims)
-    shared_TD = shared(w, h_TD)
-    h_TD = moe_TD + shared_TD
-    x_TD = x_TD + h_TD
-    return x_TD
+    return block(w, x_TD, dims, step, full_attention)
 
 
-LAYERS: dict[str, Callable[..., Tensor]] = {
-    "linear": linear_layer,
-    "full": full_layer,
+# by kind: the layer function, the entries that keep state, and the tables of weights; a layer's tensors are below LAYER
+LAYERS: dict[str, Callable[..., Tensor]] = {"linear": linear_layer, "full": full_layer}
+MIXERS: dict[str, tuple[str, ...]] = {"linear": ("gdn",), "full": ("full",)}
+WEIGHTS: dict[str, tuple[Callable[[Dims], list[weights.Weight]], ...]] = {
+    "model": (model_weights,),
+    "linear": (block_weights, gdn_weights, moe_weights, shared_weights),
+    "full": (block_weights, full_weights, moe_weights, shared_weights),
 }
+LAYER = "layers.*"
 
 
 class Walker:
     """The model: embedding, the schedule's layers, head. `run` holds one function a layer, of LAYERS or compiled."""
 
     def __init__(self, dims: Dims, weights: Layer, layers: list[Layer], run: list[Callable[..., Tensor]]) -> None:
-        self.dims = dims
-        self.weights = weights
-        self.layers = layers
-        self.run = run
+        self.dims, self.weights, self.layers, self.run = dims, weights, layers, run
 
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexgen.bench.bound import H200_BYTES_PER_SECOND, StepBytes, step_bytes
 from flexgen.bench.shapes import LOADING, SHAPES, shape
+from flexgen.contract.configs import normalise
 from flexgen.errors import ConfigError
-from flexgen.runtime.loading.config import normalise
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.package import choose, find_packages, load_package
 

@@ -45,13 +45,16 @@ def test_nothing_changed_is_proved(project):
     assert json.loads(show.as_json(report))["equal"] is True
 
 
+ATTEND = "o_TNH = attend(q_TNH, w, pages, step, scale={})  # reads K/V pages"
+
+
 def test_a_changed_number_of_one_spec(project):
     project.commit()
     project.edit("specs/llama.yaml", "rope: rope, bias: attention_bias}", "rope: rope, scale: 0.5, bias: attention_bias}")
     report = diff(project, "HEAD")
-    assert summary(report) == {"scale=0.5,": ("spec specs/llama.yaml:attention.full.scale",)}
+    assert summary(report) == {ATTEND.format("0.5"): ("spec specs/llama.yaml:attention.full.scale",)}
     (group,) = (group for group in report.groups if group.first.file == "attention.py")
-    assert group.architectures == ["llama"] and group.first.removed == ("        scale=dims.head_dim ** -0.5,",)
+    assert group.architectures == ["llama"] and group.first.removed == (f"    {ATTEND.format('dims.head_dim ** -0.5')}",)
     assert "specs/llama.yaml: attention.full.scale (new: 0.5)" in show.text(report)
     assert not [group for group in report.groups if group.first.file == "manifest.json"]  # its digests only follow
 
@@ -70,11 +73,11 @@ def test_the_same_change_of_all_specs_is_one_hunk(project):
 
 def test_template_lines_and_spec_paths_are_told_apart(project):
     project.commit()
-    project.edit("templates/walker.py.j2", '"""The numbers of one checkpoint."""', '"""What one checkpoint binds."""')
+    project.edit("templates/walker/dims.j2", '"""The numbers of one checkpoint."""', '"""What one checkpoint binds."""')
     project.edit("specs/qwen3.yaml", "mlp: {size: size, act: silu}", "mlp: {size: size, act: relu}")
     found = summary(diff(project, "HEAD"))
-    line = (project.folder / "templates/walker.py.j2").read_text().split("What one")[0].count("\n") + 1
-    assert found['"""What one checkpoint binds."""'] == (f"template templates/walker.py.j2:{line}",)
+    line = (project.folder / "templates/walker/dims.j2").read_text().split("What one")[0].count("\n") + 1
+    assert found['"""What one checkpoint binds."""'] == (f"template templates/walker/dims.j2:{line}",)
     (relu,) = (causes for text, causes in found.items() if "relu" in text)
     assert relu == ("spec specs/qwen3.yaml:mlp.mlp.act",)
     assert len(found) == 2
@@ -84,7 +87,7 @@ def test_changes_that_need_each_other_are_found_together(project):
     project.commit()
     project.edit("specs/llama.yaml", "  mlp_bias: mlp_bias\n", "  mlp_bias: mlp_bias\n  half: 0.5\n")
     project.edit("specs/llama.yaml", "bias: attention_bias}", "bias: attention_bias, scale: half}")
-    causes = summary(diff(project, "HEAD"))["scale=dims.half,"]
+    causes = summary(diff(project, "HEAD"))[ATTEND.format("dims.half")]
     assert causes == ("spec specs/llama.yaml:dims.half", "spec specs/llama.yaml:attention.full.scale")
 
 
@@ -178,7 +181,7 @@ def test_line_ends_are_no_difference(project):
 def test_markdown_folds_what_is_long_and_cannot_be_broken_out_of(project):
     project.commit()
     long = "\n".join(f"# <b>line</b> {n} ```" for n in range(120))
-    project.edit("templates/merge.py.j2", "MERGES = {", long + "\nMERGES = {")
+    project.edit("templates/merge.py.j2", "MERGES:", long + "\nMERGES:")
     text = show.markdown(diff(project, "HEAD"))
     assert text.count("<details>") == 1 and text.count("</details>") == text.count("<details")
     assert "more lines" in text and "````diff" in text

@@ -14,7 +14,6 @@ from project import Project
 
 from flexgen.assets import root
 from flexgen.compiler import check, find_specs
-from flexgen.contract import abi
 from flexgen.render import render as rendering
 from flexgen.render.build import compare, write
 
@@ -49,10 +48,6 @@ def test_nine_specs():
 @pytest.mark.parametrize("name", SPECS)
 def test_checked_in_code_is_what_the_spec_makes(name):
     assert compare(root("generated") / name, files_of(name)) == []
-
-
-def test_abi_is_the_runtimes():
-    assert rendering.ABI == abi.ABI
 
 
 def test_write_touches_only_what_changed(tmp_path):
@@ -210,19 +205,18 @@ def test_a_dry_run_lists_the_same_and_writes_nothing(project):
 # ---------------------------------------------------------------- templates that are wrong
 
 WRONG = {
-    "undefined": ("HEAD = ", "HEAD = {{ no_such_name }}", "'no_such_name' is undefined"),
-    "attribute": ("{{ kind.function }}", "{{ kind.funktion }}", "no attribute 'funktion'"),
-    "syntax": ("{% for kind in arch.kinds %}", "{% for kind arch.kinds %}", "expected token 'in', got 'arch'"),
-    "filter": ("| tuple }}", "| tupel }}", "No filter named 'tupel'."),
-    "type": ("{{ arch.name }}", "{{ arch.name + 1 }}", "can only concatenate str"),
-    "include": ("partials/head.j2", "partials/hat.j2", "partials/hat.j2"),
+    "undefined": ("walker/layers.j2", "LAYER = ", "LAYER = {{ no_such_name }}", "'no_such_name' is undefined"),
+    "attribute": ("walker/layers.j2", "{{ kind.name }}", "{{ kind.nome }}", "no attribute 'nome'"),
+    "syntax": ("walker/layers.j2", "{% for kind in arch.kinds %}", "{% for kind arch.kinds %}", "expected token 'in', got 'arch'"),
+    "filter": ("walker/dims.j2", "| tuple }}", "| tupel }}", "No filter named 'tupel'."),
+    "type": ("attention.py.j2", "{{ arch.name }}", "{{ arch.name + 1 }}", "can only concatenate str"),
+    "include": ("walker.py.j2", "partials/head.j2", "partials/hat.j2", "partials/hat.j2"),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_template_error_names_template_line_spec_and_variable(mistake):
-    good, bad, message = WRONG[mistake]
-    name = "attention.py.j2" if mistake == "type" else "walker.py.j2"
+    name, good, bad, message = WRONG[mistake]
     templates = rendering.read_templates(root("templates"))
     line = templates[name][: templates[name].index(good)].count("\n") + 1
     templates[name] = templates[name].replace(good, bad, 1)
@@ -235,33 +229,34 @@ def test_a_template_error_names_template_line_spec_and_variable(mistake):
 
 
 BROKEN = {
-    "syntax": ("return project({{ step", "return project[({{ step", "'[' was never closed"),
-    "undefined": ("return project(x_RD, {{ arch.head.weight }})", "return project(x_RD, weight)", "`weight` is not defined"),
-    "unused": ("import Callable\n", "import Callable, Iterable\n", "import `Iterable` is unused"),
-    "branch": ("    return {{ step.value(kind.result) | trim }}", "    return x_TD or x_TD", "a forward branches"),
-    "unclosed": ("HEAD = ", "HEAD = (", "'(' was never closed"),
+    "syntax": ("walker/mlps.j2", "= project({{", "= project[({{", "'[' was never closed"),
+    "undefined": ("walker/model.j2", "(x_RD, {{ arch.head.weight }}){{", "(x_RD, weight){{", "`weight` is not defined"),
+    "unused": ("walker/dims.j2", "ABI = ", "import json\nABI = ", "import `json` is unused"),
+    "branch": ("walker/layers.j2", "    return {{ step.value(block.result) | trim }}", "    return x_TD or x_TD", "a forward branches"),
+    "unclosed": ("walker/layers.j2", "LAYER = ", "LAYER = (", "'(' was never closed"),
 }
 
 
 @pytest.mark.parametrize("mistake", BROKEN)
 def test_a_template_that_writes_bad_python_is_named_with_its_line(mistake):
-    good, bad, message = BROKEN[mistake]
+    name, good, bad, message = BROKEN[mistake]
     templates = rendering.read_templates(root("templates"))
-    line = templates["walker.py.j2"][: templates["walker.py.j2"].index(good)].count("\n") + 1
-    templates["walker.py.j2"] = templates["walker.py.j2"].replace(good, bad, 1)
+    line = templates[name][: templates[name].index(good)].count("\n") + 1
+    templates[name] = templates[name].replace(good, bad, 1)
     architecture = check(root("specs") / "llama.yaml").architecture
     with pytest.raises(rendering.RenderError) as raised:
         rendering.render(architecture, templates)
     first, made = str(raised.value).split("\n")[:2]
-    assert first.startswith(f"templates/walker.py.j2:{line}"), first
+    assert f"templates/{name}:{line}" in first, first
     assert first.endswith(f": {message} (rendering specs/llama.yaml)")
     assert re.match(r"  generated/llama/walker.py:[0-9]+: ", made)
 
 
 def test_a_template_error_ends_a_build_before_it_writes(project):
-    project.edit("templates/walker.py.j2", *WRONG["undefined"][:2])
+    name, good, bad, _ = WRONG["undefined"]
+    project.edit(f"templates/{name}", good, bad)
     before = generated(project)
     done = project.flexgen("build")
-    assert done.returncode == 3 and done.stderr.startswith("error: templates/walker.py.j2:")
+    assert done.returncode == 3 and done.stderr.startswith(f"error: templates/{name}:")
     assert "'no_such_name' is undefined (rendering specs/llama.yaml)" in done.stderr and "Traceback" not in done.stderr
     assert generated(project) == before

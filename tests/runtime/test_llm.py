@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen.contract.abi import Pages, Slots
+from flexgen.contract.state import Pages, Slots
 from flexgen.errors import ConfigError, FlexgenError
 from flexgen.runtime.garbage import NEVER, few_collections
 from flexgen.runtime.llm import LLM

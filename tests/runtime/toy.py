@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-from flexgen.contract.abi import Layer, Pages, SharedPages, Slots
+from flexgen.contract.abi import Layer
+from flexgen.contract.state import Pages, SharedPages, Slots
 
 WIDTH, HEADS, HEAD = 32, 2, 16
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from flexgen.spec import models
+from flexgen.spec import fields, models
+from flexgen.spec.annotations import _full, annotation_at, field_names, model_at
 from flexgen.spec.diagnostics import Span, SpecPath
-from flexgen.spec.shapes import _full, annotation_at, field_names, model_at
 from flexgen.spec.source import Document, load
 
 FREE = (("tiny",), ("checkpoint", "defaults"), ("checkpoint", "require"))
@@ -119,7 +119,7 @@ def others(document: Document, path: SpecPath) -> list[Any]:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values say the same: `true` reads as the flag that it is."""
-    return models._source_text(one) == models._source_text(other)
+    return fields.source_text(one) == fields.source_text(other)
 
 
 def _other_plain(value: Any) -> list[Any]:
@@ -139,14 +139,14 @@ def _other_plain(value: Any) -> list[Any]:
 def candidates(annotation: Any, document: Document, value: Any = None) -> list[Any]:
     """Values of a type, most of them likely to have a meaning where they stand."""
     data = document.data
-    if annotation is models.Text or any(isinstance(item, models.BeforeValidator) for item in getattr(annotation, "__metadata__", ())):
+    if annotation is fields.Text or any(isinstance(item, fields.BeforeValidator) for item in getattr(annotation, "__metadata__", ())):
         grown = [f"{value} + 1"] if value not in (None, "none", True, False) else []
         return [*grown, "3", "true", "false", "none", "1.5", *(name for name in ("heads", "tied") if name in data["dims"])]
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
-    if annotation is models.TensorName or annotation is models.ConfigPath:
+    if annotation is fields.TensorName or annotation is fields.ConfigPath:
         return [f"{value}x" if value not in (None, "none") else "some.tensor"]
-    if annotation is models.Identifier:
+    if annotation is fields.Identifier:
         named = [name for section in (*models.SECTIONS_WITH_LIKE, "layer_inputs", "kinds") for name in data.get(section, {})]
         return [f"{value}x" if value else "spare", *dict.fromkeys(named)]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -159,7 +159,7 @@ def candidates(annotation: Any, document: Document, value: Any = None) -> list[A
     if hasattr(annotation, "__metadata__"):
         inner = get_args(annotation)[0]
         if inner is str:
-            return candidates(models.TensorName, document, value)
+            return candidates(fields.TensorName, document, value)
         return candidates(inner, document, value)
     if annotation is str:
         return [f"{value or 'some'} text"]

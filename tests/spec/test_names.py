@@ -55,6 +55,7 @@ def test_names_of_every_generated_module_are_the_specs_or_known():
         checked = check(path)
         files = render(checked.architecture)
         own = {item["name"] for item in _named(dataclasses.asdict(checked.architecture))}
+        own |= {name for block in checked.architecture.blocks for name in (block.function, *block.slots)}
         for name in ("walker.py", "attention.py"):
             for used in module_names(ast.parse(files[name])) | arguments(ast.parse(files[name])):
                 stem = used.removesuffix("_TI")
@@ -88,9 +89,9 @@ def arguments(tree: ast.Module) -> set[str]:
     return {argument.arg for function in forwards for argument in function.args.args}
 
 
-def test_names_of_from_config_are_known():
+def test_names_of_the_constructor_of_dims_are_known():
     tree = ast.parse(render(check(find_specs(["llama"])[0]).architecture)["walker.py"])
-    function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "from_config")
+    function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} | {a.arg for a in function.args.args}
     dims = {dim.name for dim in check(find_specs(["llama"])[0]).architecture.dims} | {"rope"}
     assert {name for name in used - dims if name.islower()} - set(dir(builtins)) <= names.DIMS

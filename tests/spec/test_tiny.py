@@ -9,13 +9,9 @@ import mutations
 import pytest
 
 from flexgen.assets import root
-from flexgen.contract import rope_parameters
+from flexgen.contract.configs import normalise
 from flexgen.errors import ConfigError
 from flexgen.ir.resolve import resolve
-from flexgen.ir.tiny import merged
-from flexgen.runtime.loading import config as runtime_config
-from flexgen.runtime.loading import rope
-from flexgen.runtime.loading.config import normalise
 from flexgen.runtime.loading.package import find_packages, load_package
 from flexgen.spec.diagnostics import SpecError
 from flexgen.spec.load import shape
@@ -78,19 +74,3 @@ def test_heads_that_do_not_divide_are_refused_at_load(heads):
     config = load((root("specs") / "llama.yaml").read_bytes(), "llama.yaml").data["tiny"] | {"num_key_value_heads": heads}
     with pytest.raises(ConfigError, match=f"attention.full gets 4 heads, no multiple of its {heads} kv_heads"):
         walker.Dims.from_config(normalise(config, None))
-
-
-def test_rope_parameters_are_the_runtimes():
-    assert rope_parameters.COMMON | {"type"} == rope._COMMON | rope._NO_EFFECT
-    for kind, required in rope._REQUIRED.items():
-        assert rope_parameters.REQUIRED[kind] == required | {"rope_theta"}
-        assert rope_parameters.OPTIONAL[kind] == rope._OPTIONAL[kind]
-    assert rope_parameters.REQUIRED.keys() == rope._REQUIRED.keys()
-
-
-@pytest.mark.parametrize(
-    ("config", "defaults"),
-    [({"a": None}, {"a": 1}), ({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}}), ({}, {"a": {"b": 2}}), ({"a": 0}, {"a": 1})],
-)
-def test_defaults_are_merged_as_the_runtime_does(config, defaults):
-    assert merged(config, defaults) == runtime_config.merged(config, defaults)

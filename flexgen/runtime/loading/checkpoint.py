@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flexgen.contract.abi import ExpertLayout, Mxfp4, PerExpert, Stacked, Weight
+from flexgen.contract.weights import ExpertLayout, Mxfp4, PerExpert, Stacked, Weight
 from flexgen.errors import FlexgenError
 from flexgen.runtime.loading.mxfp4 import dequantise
 from flexgen.runtime.transfer import Staging

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexgen.contract.abi import Pages, SharedPages, State, Weight
+from flexgen.contract.state import Pages, SharedPages, State
+from flexgen.contract.weights import Weight
 from flexgen.errors import ConfigError
 
 

@@ -1,8 +1,7 @@
-"""config.json as the engine reads it: one normaliser, every field accounted for, never through AutoConfig."""
+"""config.json as the engine reads it: typed values, every field accounted for, never through AutoConfig."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flexgen.contract import layer_kinds as schedules
+from flexgen.contract.configs import broken_fence, leaves, look, merged
 from flexgen.contract.ignored import NO_EFFECT
+from flexgen.contract.rope_parameters import is_finite
 from flexgen.errors import ConfigError
-from flexgen.runtime.loading.rope import Rope, is_finite
+from flexgen.runtime.loading.rope import Rope
 
 _MISSING = object()
 _LARGEST = 2**63 - 1
@@ -35,90 +36,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
     return raw
-
-
-def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]:
-    """The text model's config in one form: nested parts taken out, older rope keys moved into `rope_parameters`.
-
-    Raises ConfigError where two fields that mean the same differ.
-    """
-    config = copy.deepcopy(dict(raw))
-    if text_config and config.get(text_config) is not None:
-        config = _text_part(config, text_config)
-    _move_rope(config)
-    return config
-
-
-def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
-    config = outer[text_config]
-    if not isinstance(config, dict):
-        raise ConfigError(f"{text_config} is {config!r}, and must be an object")
-    for field in ("model_type", "tie_word_embeddings"):
-        if config.get(field) is None and outer.get(field) is not None:
-            config[field] = outer[field]
-    whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
-    if whole is not None and whole != text:
-        raise ConfigError(
-            f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
-        )
-    return config
-
-
-def _move_rope(config: dict[str, Any]) -> None:
-    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` become keys of each table of `rope_parameters`.
-
-    A table's own partial_rotary_factor wins: transformers writes its class's default beside it (5.17), and reads the table.
-    """
-    parameters, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
-    if parameters and scaling and parameters != scaling:
-        raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
-    parameters = parameters or scaling or {}
-    if not isinstance(parameters, dict):
-        raise ConfigError(f"rope_parameters is {parameters!r}, and must be an object")
-    older = {key: config.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for table in nested or [parameters]:
-        moved = {**older, "rope_type": table.pop("type", None)}
-        for key, value in moved.items():
-            if value is not None and table.setdefault(key, value) != value and key != "partial_rotary_factor":
-                raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
-    config["rope_parameters"] = parameters or None
-
-
-def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` over `defaults`; a null counts as absent, and objects are merged field by field."""
-    out = copy.deepcopy(dict(config))
-    for key, value in defaults.items():
-        if out.get(key) is None:
-            out[key] = copy.deepcopy(value)
-        elif isinstance(value, Mapping) and isinstance(out[key], dict):
-            out[key] = merged(out[key], value)
-    return out
-
-
-def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str | None:
-    """Why `require` does not hold, or None where it does. `config` has its defaults filled in."""
-    for field, wanted in require.items():
-        value = _look(config, field)
-        value = None if value is _MISSING else value
-        if isinstance(wanted, Mapping):
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < wanted["min"]:
-                return f"{field} is {value!r}, and must be at least {wanted['min']}"
-        else:
-            allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
-            if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
-                listed = " or ".join(repr(item) for item in allowed)
-                return f"{field} is {value!r}, and must be {listed}"
-    return None
-
-
-def _look(config: Mapping[str, Any], path: str) -> Any:
-    node: Any = config
-    for key in path.split("."):
-        if not isinstance(node, Mapping) or key not in node:
-            return _MISSING
-        node = node[key]
-    return node
 
 
 class Config:
@@ -183,8 +100,7 @@ class Config:
     def optional(self, path: str) -> Any:
         """A value that a schedule reads, None where absent."""
         self.read.add(path)
-        value = _look(self.values, path)
-        return None if value is _MISSING else value
+        return look(self.values, path)
 
     def rope(self, path: str, *, types: tuple[str, ...], head_dim: int) -> Rope:
         """The rotary table of one `rope_parameters` object."""
@@ -208,7 +124,7 @@ class Config:
         found: tuple[str, Any] | None = None
         for path in paths:
             self.read.add(path)
-            value = self._layers(path) if path.startswith("layers.") else _look(self.values, path)
+            value = self._layers(path) if path.startswith("layers.") else look(self.values, path, _MISSING)
             if found is None and value is not _MISSING and value is not None:
                 found = path, value
         if found is not None:
@@ -232,10 +148,10 @@ class Config:
         found: dict[Any, Any] = {}
         for index in (index for index, value in enumerate(types) if value == wanted):
             self.read.add(f"per_layer_config.{index}.{field}")
-            found[index] = _look(overrides, f"{index}.{field}")
+            found[index] = look(overrides, f"{index}.{field}", _MISSING)
             if found[index] is _MISSING:
                 self.read.add(field)
-                found[index] = _look(self.values, field)
+                found[index] = look(self.values, field, _MISSING)
         distinct = {repr(value): value for value in found.values()}
         if len(distinct) > 1:
             listed = ", ".join(f"{value!r} in layer {index}" for index, value in found.items())
@@ -246,7 +162,7 @@ class Config:
 
     def finish(self) -> None:
         """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore."""
-        unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path)]
+        unread = [path for path, value in leaves(self.given) if value is not None and not self._accounted(path)]
         if quantised := [path for path in unread if path.startswith("quantization_config.")]:
             raise ConfigError(
                 f"this checkpoint is quantised (config.json has {', '.join(quantised)}), in a way that this spec does not "
@@ -273,15 +189,9 @@ def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"ignore_config is {names!r}, and must be a list of names: [{names!r}]")
-    leaves = [path for path, _ in _leaves(config)]
+    paths = [path for path, _ in leaves(config)]
     for name in names:
-        if not any(path == name or path.startswith(f"{name}.") for path in leaves):
-            near = get_close_matches(name, leaves, n=3)
+        if not any(path == name or path.startswith(f"{name}.") for path in paths):
+            near = get_close_matches(name, paths, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave it out"
             raise ConfigError(f"ignore_config names {name!r}, and config.json has no such field; {hint}")
-
-
-def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(node, dict):
-        return [leaf for key, value in node.items() for leaf in _leaves(value, f"{prefix}{key}.")]
-    return [(prefix[:-1], node)]

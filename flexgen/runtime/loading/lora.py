@@ -5,12 +5,13 @@ I in, O out, r rank, E experts. Sums are taken in fp32 and rounded once, so merg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flexgen.contract.weights import Weight
 from flexgen.errors import FlexgenError
 
 
@@ -67,6 +68,31 @@ class ExpertLowRank:
 Deltas = Mapping[str, Sequence[LowRank | ExpertLowRank]]
 """Module name, below the layer, to the updates of every adapter on it. Adapters of older PEFT name each expert's modules,
 `mlp.experts.3.gate_proj`."""
+
+
+Merge = Callable[[Tensor, Tensor, Weight, Deltas], int]
+"""Writes base + the sum of updates to `out`: (out, base, the weight's row, deltas) -> how many modules changed."""
+
+
+def merge_linear(out: Tensor, base: Tensor, weight: Weight, deltas: Deltas) -> int:
+    """A `Merge` of linear modules end to end."""
+    counts = (part.rows for part in weight.parts)
+    return merge_rows(out, base, dict(zip(weight.modules, counts, strict=True)), deltas)
+
+
+def merge_stacked(out: Tensor, base: Tensor, weight: Weight, deltas: Deltas) -> int:
+    """A `Merge` of the experts' matrices."""
+    stacked, *per_expert = weight.modules
+    return merge_experts(out, base, stacked, per_expert, deltas, transposed=weight.transposed)
+
+
+def targets(table: Iterable[Weight], merges: Container[str]) -> dict[str, tuple[str, ...]]:
+    """The modules that adapters may change, each with the weights of a table that hold it; `merges` are those they reach."""
+    found: dict[str, tuple[str, ...]] = {}
+    for weight in table:
+        for module in weight.modules if weight.role in merges else ():
+            found[module] = (*found.get(module, ()), weight.role)
+    return found
 
 
 @torch.no_grad()

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.contract.abi import Layer, Slots, State, Step, Weight
+from flexgen.contract.abi import Layer, Step
+from flexgen.contract.configs import normalise
+from flexgen.contract.state import Slots, State
+from flexgen.contract.weights import Weight, below
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.loading.checks import check_sizes, check_state
-from flexgen.runtime.loading.config import check_ignored, normalise, read_config
+from flexgen.runtime.loading.config import check_ignored, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
 from flexgen.runtime.transfer import Staging
 
@@ -48,15 +51,15 @@ class Model:
         self.load_seconds = 0.0
         self.weight_version = 0
         self.head_dtype: torch.dtype | None = None
-        self.state: dict[str, State] = package.walker.state(dims)
+        self.state: dict[str, State] = package.attention.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
-        routes = package.walker.routes(dims)
+        self._tables = {kind: self._rows(kind) for kind in ("model", *dict.fromkeys(dims.kinds))}
         check_state(self.mixers, self.state)
-        for kind in ("model", *dict.fromkeys(dims.kinds)):
-            check_sizes(kind, self.table(kind), routes.get(kind, {}))
+        for kind, table in self._tables.items():
+            check_sizes(kind, table, _routes(table))
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
-        self.routers: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
+        self.routers: list[dict[str, int]] = [_routes(self.table(kind)) for kind in dims.kinds]
         for layer, names in zip(self.layers, self.routers, strict=True):
             layer.__dict__.update(dict.fromkeys(names))
         run = [package.walker.LAYERS[kind] for kind in dims.kinds]
@@ -109,7 +112,13 @@ class Model:
         return model
 
     def table(self, kind: str) -> list[Weight]:
-        return [weight for rows in self.package.walker.WEIGHTS[kind] for weight in rows(self.dims)]
+        """The weights of a layer kind, or of the "model" itself, under the checkpoint's names."""
+        return self._tables[kind]
+
+    def _rows(self, kind: str) -> list[Weight]:
+        walker = self.package.walker
+        rows = [weight for table in walker.WEIGHTS[kind] for weight in table(self.dims)]
+        return rows if kind == "model" else [below(walker.LAYER, weight) for weight in rows]
 
     @torch.no_grad()
     def _allocate(self, kind: str) -> Layer:
@@ -150,12 +159,12 @@ class Model:
         for layer, weight, index in self.storages():
             storage = getattr(layer, weight.role)
             generator.manual_seed(zlib.crc32(f"{weight.role}.{index}".encode()))
-            if weight.role.endswith("_bias"):
+            if weight.kind == "bias":
                 storage.zero_()
-            elif storage.dim() < 2:
+            elif weight.kind == "vector":
                 storage.fill_(1.0)
             else:
-                storage.normal_(0.0, 1.0 if weight.role.endswith("_router") else 0.02, generator=generator)
+                storage.normal_(0.0, 1.0 if weight.kind == "router" else 0.02, generator=generator)
 
     def make_rope_tables(self, length: int) -> None:
         """Rotary tables for positions below `length`, shared by all layers of an entry."""
@@ -180,7 +189,7 @@ class Model:
         """Derive a head of another dtype from the stored one; a tied embedding keeps its own."""
         if dtype == self.dtype:
             return
-        head = self.package.walker.HEAD
+        (head,) = (weight.role for weight in self.table("model") if weight.kind == "head")
         setattr(self.weights, head, getattr(self.weights, head).to(dtype))
         self.head_dtype = dtype
 
@@ -191,6 +200,11 @@ class Model:
             raise ValueError(f"mamba_ssm_cache_dtype={str(dtype).removeprefix('torch.')}: this model keeps no such state")
         for name, tensors in slots.items():
             self.state[name] = Slots({key: (shape, own and dtype) for key, (shape, own) in tensors.items()})
+
+
+def _routes(table: Sequence[Weight]) -> dict[str, int]:
+    """Where the routers of a layer leave each token's experts on request, and how many they choose."""
+    return dict(weight.routes for weight in table if weight.routes is not None)
 
 
 def _device(wanted: str | torch.device | None) -> torch.device:

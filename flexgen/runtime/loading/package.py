@@ -15,8 +15,8 @@ from typing import Any
 
 from flexgen.assets import root
 from flexgen.contract.abi import ABI
+from flexgen.contract.configs import broken_fence, merged, normalise
 from flexgen.errors import ConfigError, FlexgenError
-from flexgen.runtime.loading.config import broken_fence, merged, normalise
 
 _KEYS = frozenset({"abi", "defaults", "files", "model_types", "name", "require", "source", "text_config"})
 """What a manifest must say for a package to be chosen and loaded."""

@@ -7,7 +7,6 @@ A `Rope` is bound once at load, where every key must be understood, and makes th
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,31 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexgen.contract import rope_parameters as rules
 from flexgen.errors import ConfigError
-
-_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_NO_EFFECT = frozenset({"mrope_section", "mrope_interleaved"})
-"""Multimodal position streams are equal for text, so recomposing them changes nothing."""
-
-_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "default": frozenset(),
-        "linear": frozenset({"factor"}),
-        "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-        "yarn": frozenset({"factor"}),
-        "proportional": frozenset(),
-    }
-)
-_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-_OPTIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "default": frozenset(),
-        "linear": frozenset(),
-        "llama3": frozenset({"original_max_position_embeddings"}),
-        "yarn": frozenset({"original_max_position_embeddings", *_YARN}),
-        "proportional": frozenset({"factor"}),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -73,18 +49,19 @@ class Rope:
         Raises ConfigError for an unknown type, a type outside `types`, and unknown, missing or malformed keys.
         """
         kind = _rope_type(parameters, types)
-        _check_keys(kind, parameters)
-        numbers = {key: _number(kind, parameters, key) for key in parameters if key in _NUMERIC}
-        given = {_FIELDS.get(key, key): value for key, value in numbers.items() if value is not None}
-        if "truncate" in parameters:
-            given["truncate"] = _flag(parameters, "truncate")
+        table = {**{key: value for key, value in parameters.items() if key != "type"}, "rope_type": kind}
+        _check_keys(kind, table)
+        for key, value in table.items():
+            if wrong := rules.fault(kind, key, value):
+                raise ConfigError(f"rope_parameters.{key} is {value!r}, and {wrong}")
+        if wrong := rules.misfit(table, head_dim, max_position):
+            raise ConfigError(f"rope_parameters of type {kind!r}: {wrong}")
+        given = {_FIELDS[key]: value for key, value in table.items() if key in _FIELDS and value is not None}
         if kind in ("llama3", "yarn"):
             given.setdefault("original_position", max_position)
         if kind == "yarn" and "factor" not in given:
-            given["factor"] = max_position / max(given["original_position"], 1)  # one below 1 is refused below
-        rope = Rope(type=kind, head_dim=head_dim, **given)
-        rope._check_values()
-        return rope
+            given["factor"] = max_position / given["original_position"]
+        return Rope(type=kind, head_dim=head_dim, **given)
 
     @property
     def rotary_dim(self) -> int:
@@ -98,48 +75,23 @@ class Rope:
         angles = positions[:, None] * frequencies.to(device)
         return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
 
-    def _check_values(self) -> None:
-        if not 0 < self.partial <= 1:
-            raise ConfigError(f"rope_parameters.partial_rotary_factor is {self.partial}, allowed is 0 < x <= 1")
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise ConfigError(
-                f"rope_parameters: partial_rotary_factor {self.partial} of head_dim {self.head_dim} turns "
-                f"{self.rotary_dim} dims; dims turn in pairs, so the number must be even and at least 2"
-            )
-        if self.type == "llama3" and self.low_freq_factor == self.high_freq_factor:
-            raise ConfigError(f"rope_parameters: low_freq_factor and high_freq_factor are both {self.low_freq_factor}")
-        for key in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            if getattr(self, key) <= 0:
-                raise ConfigError(f"rope_parameters: {key} is {getattr(self, key)}, it must be above 0")
-        if self.type == "yarn" and self.theta == 1:
-            raise ConfigError("rope_parameters.rope_theta is 1, and yarn divides by its logarithm")
-        if self.type in ("llama3", "yarn") and self.original_position < 1:
-            raise ConfigError(
-                f"rope_parameters.original_max_position_embeddings is {self.original_position}, it must be at least 1"
-            )
 
-
-_FIELDS = MappingProxyType(
+_FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "rope_theta": "theta",
         "partial_rotary_factor": "partial",
         "original_max_position_embeddings": "original_position",
+        **{key: key for key in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast")},
+        **{key: key for key in ("beta_slow", "mscale", "mscale_all_dim", "truncate")},
     }
 )
-"""Keys of config.json whose field in `Rope` has another name."""
-
-_NUMERIC = frozenset({"rope_theta", "partial_rotary_factor", *(_REQUIRED["llama3"] | _OPTIONAL["yarn"])}) - {"truncate"}
-
-
-def is_finite(value: object) -> bool:
-    """Whether a value is a number that a double can hold."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+"""Keys of config.json, and the fields of `Rope` that hold them."""
 
 
 def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _REQUIRED:
-        raise ConfigError(f"rope_parameters.rope_type is {kind!r}, flexgen knows {_listed(_REQUIRED)}")
+    if not isinstance(kind, str) or kind not in rules.REQUIRED:
+        raise ConfigError(f"rope_parameters.rope_type is {kind!r}, flexgen knows {_listed(rules.REQUIRED)}")
     if parameters.get("type", kind) != kind:
         raise ConfigError(f"rope_parameters says both rope_type {kind!r} and type {parameters['type']!r}; remove one")
     if kind not in types:
@@ -151,43 +103,21 @@ def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
 
 
 def _check_keys(kind: str, parameters: Mapping[str, Any]) -> None:
-    required = _REQUIRED[kind] | {"rope_theta"}
-    known = required | _OPTIONAL[kind] | _COMMON | _NO_EFFECT
-    if missing := required - parameters.keys():
+    if missing := rules.REQUIRED[kind] - parameters.keys():
         raise ConfigError(f"rope_parameters of type {kind!r} lacks {_listed(missing)}; config.json must give it")
-    if unknown := parameters.keys() - known:
+    if unknown := parameters.keys() - rules.known(kind):
         raise ConfigError(
             f"rope_parameters of type {kind!r} has {_listed(unknown)}, which nothing reads; "
-            f"{kind!r} takes {_listed(known - _NO_EFFECT - {'type'})}"
+            f"{kind!r} takes {_listed(rules.known(kind))}"
         )
-
-
-def _number(kind: str, parameters: Mapping[str, Any], key: str) -> float | None:
-    """The number at `key`, or None for a null that means absent: only yarn has those."""
-    value = parameters[key]
-    if value is None and kind == "yarn" and key in ("factor", *_YARN):
-        return None
-    if isinstance(value, bool) or not is_finite(value):
-        raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be a number")
-    return value
-
-
-def _flag(parameters: Mapping[str, Any], key: str) -> bool:
-    value = parameters[key]
-    if not isinstance(value, bool):
-        raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be true or false")
-    return value
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-# ---------------------------------------------------------------- frequencies, (d/2,) fp32, and the tables' multiplier
-
-
 def _powers(theta: float, stop: int, dim: int) -> Tensor:
-    """theta ** (2 j / dim) for 2 j < stop."""
+    """theta ** (2 j / dim) for 2 j < stop, from which each type makes (d/2,) frequencies in fp32, and the tables' multiplier."""
     return theta ** (torch.arange(0, stop, 2, dtype=torch.int64).float() / dim)
 
 

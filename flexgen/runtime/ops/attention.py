@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen.contract.abi import Layer, Pages, PageStep, Step
+from flexgen.contract.abi import Layer, PageStep, Step
+from flexgen.contract.state import Pages
 from flexgen.runtime.ops.elementwise import softcap as cap_scores
 from flexgen.runtime.ops.library import define_op, flat
 

@@ -13,7 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State
+from flexgen.contract.abi import Layer
+from flexgen.contract.state import Pages, SharedPages, Slots, State
 from flexgen.runtime.served import ServedModel
 
 

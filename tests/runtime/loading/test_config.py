@@ -12,9 +12,10 @@ from tiny import dump, tiny_config
 
 from flexgen.assets import root
 from flexgen.contract import abi
+from flexgen.contract.configs import broken_fence, merged, normalise
 from flexgen.contract.ignored import NO_EFFECT
 from flexgen.errors import ConfigError
-from flexgen.runtime.loading.config import Config, broken_fence, merged, normalise, read_config
+from flexgen.runtime.loading.config import Config, read_config
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.package import PackageError, choose, find_packages, load_package
 from flexgen.spec.load import load_spec

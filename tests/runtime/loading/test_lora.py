@@ -12,7 +12,7 @@ from tiny import expected, prompt, reference, tiny_config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from flexgen.runtime.loading.lora import AdapterError, ExpertLowRank, LowRank, merge_experts, merge_rows
+from flexgen.runtime.loading.lora import AdapterError, ExpertLowRank, LowRank, merge_experts, merge_rows, targets
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.ops.experts import experts
 from flexgen.verify.harness import Harness
@@ -63,9 +63,11 @@ def test_merge_equals_peft(case, tmp_path):
     for index, layer in enumerate(ours.layers):
         deltas = adapters(peft, index, 5, 2.0)
         assert set(deltas) == {f"self_attn.{m}" for m in DENSE} | set(stacked)
-        for role in {role for module in deltas for role in merge.LORA[module] if hasattr(layer, role)}:
+        rows = {row.role: row for row in ours.table(ours.dims.kinds[index])}
+        held = targets(rows.values(), merge.MERGES)
+        for role in {role for module in deltas for role in held[module]}:
             weight = getattr(layer, role)
-            changed += merge.MERGES[role](weight, weight.clone(), deltas, ours.dims)
+            changed += merge.MERGES[role](weight, weight.clone(), rows[role], deltas)
     assert changed == len(ours.layers) * (len(DENSE) + len(stacked))
     tokens = prompt(24)
     got = Harness(ours).feed({0: tokens})[0]
@@ -179,14 +181,16 @@ def test_adapters_with_a_module_an_expert_compute_what_peft_makes_of_them(tmp_pa
     modules = per_expert_adapter(tmp_path, len(ours.layers), 5, width, inner)
     peft = PeftModel.from_pretrained(oracle, tmp_path)
     merge, tokens = ours.package.merge, prompt(24)
-    assert {merge.LORA[f"mlp.experts.*.{name}"] for name in ("gate_proj", "up_proj")} == {("moe_gate_up",)}
+    rows = {row.role: row for row in ours.table(ours.dims.kinds[0])}
+    held = targets(rows.values(), merge.MERGES)
+    assert {held[f"mlp.experts.*.{name}"] for name in ("gate_proj", "up_proj")} == {("moe_gate_up",)}
     plain = Harness(ours).feed({0: tokens})[0]
     for index, layer in enumerate(ours.layers):
         prefix = f"model.layers.{index}."
         deltas = {m.removeprefix(prefix): [LowRank(a, b, 2.0)] for m, (a, b) in modules.items() if m.startswith(prefix)}
         for role, modules_changed in (("moe_gate_up", 10), ("moe_down", 5)):
             weight = getattr(layer, role)
-            assert merge.MERGES[role](weight, weight.clone(), deltas, ours.dims) == modules_changed
+            assert merge.MERGES[role](weight, weight.clone(), rows[role], deltas) == modules_changed
     got = Harness(ours).feed({0: tokens})[0]
     assert (got - expected(peft, tokens)).abs().max() < 1e-4
     assert (got - plain).abs().max() > 0.1

@@ -110,7 +110,7 @@ def test_ropes_compare_and_hash_by_their_numbers():
         ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5}, "1.5"),
         ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.05}, "even"),
         ({**YARN, "truncate": 0}, "true or false"),
-        ({**LLAMA3, "low_freq_factor": 4.0}, "both 4.0"),
+        ({**LLAMA3, "low_freq_factor": 4.0}, "both `4.0`"),
     ],
 )
 def test_bind_refuses(parameters, message):

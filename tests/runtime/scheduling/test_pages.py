@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen.contract.abi import Pages
+from flexgen.contract.state import Pages
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.requests.stops import StopRules

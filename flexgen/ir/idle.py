@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from flexgen.ir import architecture as ir
 from flexgen.ir.problems import Problems
 from flexgen.spec import models
+from flexgen.spec.checkpoint import Checkpoint
 from flexgen.spec.diagnostics import SpecPath
 
 CHECKPOINT: SpecPath = ("checkpoint",)
@@ -42,16 +43,16 @@ def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[
             yield f"{letter}_norm_weight", "there is no norm" if norm == "none" else f"the norm `{norm}` has no gain"
 
 
-def check_checkpoint(checkpoint: models.Checkpoint, rows: Iterable[ir.Row], problems: Problems) -> None:
+def check_checkpoint(checkpoint: Checkpoint, rows: Iterable[ir.Row], problems: Problems) -> None:
     """Report what `checkpoint` lists twice, tensors kept in fp32 that no weight has, and a bad name of the layers."""
     for field in ("model_types", "prefix", "skip", "fp32", "ignore"):
         _check_unique(getattr(checkpoint, field), (*CHECKPOINT, field), problems)
     if checkpoint.layers.count("*") != 1:
         message = "`layers` needs one `*`, the index of the layer"
         problems.add("SPEC021", message, (*CHECKPOINT, "layers"), help="as in `layers.*`")
-    names = {name for row in rows for name, _ in row.parts}
+    names = {name for row in rows for name in row.tensors}
     for index, name in enumerate(checkpoint.fp32):
-        if name not in names and not problems.is_open:
+        if name not in names:
             at = (*CHECKPOINT, "fp32", index)
             help = f"names are written below the prefix, as in `{sorted(names)[0]}`"
             problems.add("SPEC010", f"`{name}` has no effect: no weight is filled from it", at, help=help)

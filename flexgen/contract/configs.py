@@ -1,0 +1,111 @@
+"""config.json in one form: its text part, older keys moved, defaults filled in, and the fences that a spec puts around it.
+
+The compiler applies it to `tiny`, `flexgen new` to a config that it drafts from, the loader to a checkpoint's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flexgen.errors import ConfigError
+
+
+def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]:
+    """The text model's config in one form: nested parts taken out, older rope keys moved into `rope_parameters`.
+
+    Raises ConfigError where two fields that mean the same differ.
+    """
+    config = copy.deepcopy(dict(raw))
+    if text_config and config.get(text_config) is not None:
+        config = _text_part(config, text_config)
+    _move_rope(config)
+    return config
+
+
+def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
+    config = outer[text_config]
+    if not isinstance(config, dict):
+        raise ConfigError(f"{text_config} is {config!r}, and must be an object")
+    for field in ("model_type", "tie_word_embeddings"):
+        if config.get(field) is None and outer.get(field) is not None:
+            config[field] = outer[field]
+    whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
+    if whole is not None and whole != text:
+        raise ConfigError(
+            f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
+        )
+    return config
+
+
+def _move_rope(config: dict[str, Any]) -> None:
+    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` become keys of each table of `rope_parameters`.
+
+    A table's own partial_rotary_factor wins: transformers writes its class's default beside it (5.17), and reads the table.
+    """
+    parameters, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
+    if parameters and scaling and parameters != scaling:
+        raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
+    parameters = parameters or scaling or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"rope_parameters is {parameters!r}, and must be an object")
+    older = {key: config.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for table in nested or [parameters]:
+        moved = {**older, "rope_type": table.pop("type", None)}
+        for key, value in moved.items():
+            if value is not None and table.setdefault(key, value) != value and key != "partial_rotary_factor":
+                raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
+    config["rope_parameters"] = parameters or None
+
+
+def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` over `defaults`; a null counts as absent, and objects are merged field by field."""
+    out = copy.deepcopy(dict(config))
+    for key, value in defaults.items():
+        if out.get(key) is None:
+            out[key] = copy.deepcopy(value)
+        elif isinstance(value, Mapping) and isinstance(out[key], dict):
+            out[key] = merged(out[key], value)
+    return out
+
+
+def holds(value: Any, wanted: Any) -> bool:
+    """Whether a value is what a fence wants: a value, one of a list, or `{min: n}`. True and 1 are two values."""
+    if isinstance(wanted, Mapping):
+        return not isinstance(value, bool) and isinstance(value, int | float) and value >= wanted["min"]
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in _allowed(wanted))
+
+
+def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str | None:
+    """Why `require` does not hold, or None where it does. `config` has its defaults filled in."""
+    for field, wanted in require.items():
+        value = look(config, field)
+        if not holds(value, wanted):
+            is_least = isinstance(wanted, Mapping)
+            listed = f"at least {wanted['min']}" if is_least else " or ".join(repr(item) for item in _allowed(wanted))
+            return f"{field} is {value!r}, and must be {listed}"
+    return None
+
+
+def _allowed(wanted: Any) -> list[Any] | tuple[Any, ...]:
+    return wanted if isinstance(wanted, list | tuple) else [wanted]
+
+
+def look(config: Any, path: str, absent: Any = None) -> Any:
+    """The value at a dotted path, `absent` where nothing is there."""
+    for key in path.split("."):
+        if not isinstance(config, Mapping) or key not in config:
+            return absent
+        config = config[key]
+    return config
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested objects with its dotted path."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix[:-1], node
