@@ -1,6 +1,6 @@
 """What a generated package is given. Generated code reads nothing but `Layer`, its `Dims` and `Step`.
 
-What it declares is in `weights` and `state`, and can be had from here as well.
+What it declares is in `weights` and `state`.
 
 Shape suffixes, here and in generated code:
   T tokens of one step, packed request after request      R request rows of one step
@@ -11,18 +11,10 @@ Shape suffixes, here and in generated code:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from flexgen.contract.state import Pages, SharedPages, Slots, State
-from flexgen.contract.weights import ExpertLayout, Mxfp4, Part, PerExpert, Stacked, Weight
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "ABI", "PAD_PAGE", "PAD_SLOT", "ExpertLayout", "Layer", "Mxfp4", "PageStep", "Pages", "Part", "PerExpert", "SharedPages",
-    "Slots", "Stacked", "State", "Step", "Weight",
-]  # fmt: skip
 
 ABI = 3
 """Raised by every change that makes older generated packages wrong; the loader refuses any other number."""
@@ -46,6 +38,10 @@ class Layer:
 
     def __init__(self, **tensors: Tensor | None) -> None:
         self.__dict__.update(tensors)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass
