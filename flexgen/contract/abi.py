@@ -43,6 +43,8 @@ class Layer:
 
         def __getattr__(self, name: str) -> Any: ...
 
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
 
 @dataclass
 class PageStep:

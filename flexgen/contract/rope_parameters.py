@@ -57,7 +57,7 @@ def fault(kind: str, key: str, value: object) -> str | None:
         return None if isinstance(value, bool) else "must be true or false"
     if key == "mrope_section":
         return None if isinstance(value, list) and all(type(item) is int for item in value) else "must be a list of numbers"
-    if isinstance(value, bool) or not is_finite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
         return "must be a number"
     return "must be above 0" if key not in _ANY_SIGN and value <= 0 else None
 

@@ -60,7 +60,7 @@ class Causes:
             self._effects[name] = self._effects_on(name)
         now = self._new.packages[name][hunk.file]
         found = [cause for cause, files in self._effects[name] if _touches(hunk, now, files)]
-        return tuple(dict.fromkeys(found or self._unproven.get(name, ()))) or (self._sourceless(hunk),)
+        return tuple(dict.fromkeys(found or self._unproven.get(name, []))) or (self._sourceless(hunk),)
 
     def _whole(self, hunk: Hunk) -> Cause:
         """Of a file that only one side has."""
@@ -84,7 +84,7 @@ class Causes:
         if _is_edited(self._old.packages[hunk.architecture], hunk.file):
             return Cause("hand edit")
         spec, old = self._specs.get(hunk.architecture), self._old.sources
-        if old is None or spec not in old.specs:
+        if old is None or spec is None or spec not in old.specs:
             return Cause("unknown", where=f"{self._old.label} comes without its specs and templates")
         if self._rendered(old.specs[spec], old.templates) is None:
             return Cause("unknown", where=f"this compiler cannot build the specs and templates of {self._old.label}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Literal
@@ -46,9 +46,12 @@ def package_hunks(architecture: str, old: Mapping[str, str], new: Mapping[str, s
     for file in differing:
         before, after = old.get(file), new.get(file)
         if before is None or after is None:
-            lines = tuple((after if before is None else before or "").removesuffix("\n").split("\n"))
-            sides = ((), lines) if before is None else (lines, ())
-            found.append(Hunk(architecture, file, 1, 1, *sides, whole="added" if before is None else "removed"))
+            text = (after if before is None else before) or ""
+            lines = tuple(text.removesuffix("\n").split("\n"))
+            if before is None:
+                found.append(Hunk(architecture, file, 1, 1, (), lines, whole="added"))
+            else:
+                found.append(Hunk(architecture, file, 1, 1, lines, (), whole="removed"))
         elif file == "manifest.json" and differing != [file]:
             found += _file_hunks(architecture, file, _DIGEST.sub('"…"', before), _DIGEST.sub('"…"', after))
         else:
@@ -69,7 +72,7 @@ def _file_hunks(architecture: str, file: str, old: str, new: str) -> list[Hunk]:
     return hunks
 
 
-def opcodes(before: list[str], after: list[str]) -> list[tuple[str, int, int, int, int]]:
+def opcodes(before: list[str], after: list[str]) -> Sequence[tuple[str, int, int, int, int]]:
     """difflib's opcodes from one list of lines to another."""
     return SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
 

@@ -182,7 +182,7 @@ class Statement:
     weight: str | None = None
     bias: str | None = None
     act: str | None = None
-    value: str | None = None
+    value: Size | str | None = None
     terms: tuple[str, ...] = ()
     function: str | None = None
     arguments: tuple[str, ...] = ()

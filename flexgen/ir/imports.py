@@ -24,7 +24,7 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
     ops = {"project"} | norms | ({"softcap"} if arch.head.softcap else set())
     ops |= {"rounded"} if any(str(s.value or "").startswith("rounded(") for s in statements) else set()
     routed = {"experts", "top_k"} | ({"renormalise"} if any(m.normalise for m in arch.moes) else set())
-    mixers = [name for part in (*arch.attentions, *arch.gdns) for name in (part.function, part.table.function)]
+    mixers = [name for part in _mixers(arch) for name in (part.function, part.table.function)]
     return (
         *(["import math"] if any("math." in code for code in _codes(arch, statements)) else []),
         "from collections.abc import Callable",
@@ -72,8 +72,12 @@ def _merge(arch: ir.Architecture) -> tuple[str, ...]:
     return (_from("flexgen.runtime.loading.lora", {"Merge"} | {merge.function for merge in arch.merges}),)
 
 
+def _mixers(arch: ir.Architecture) -> tuple[ir.Attention | ir.GatedDelta, ...]:
+    return (*arch.attentions, *arch.gdns)
+
+
 def _mixer_codes(arch: ir.Architecture) -> Iterator[str]:
-    for part in (*arch.attentions, *arch.gdns):
+    for part in _mixers(arch):
         yield from (str(item) for row in part.table.rows for item in (*row.arguments, *(rows for _, rows in row.rows)))
     for a in arch.attentions:
         norms = [norm.eps for norm in (a.q_norm, a.k_norm, a.v_norm) if norm]
@@ -95,8 +99,10 @@ def _from(module: str, names: Iterable[str]) -> str:
 def _statements(arch: ir.Architecture) -> Iterator[ir.Statement]:
     """Every line that the walker computes, but for those of its fixed functions."""
     yield arch.embedding
-    for group in (*arch.layer_inputs, *(part for block in arch.blocks for part in block.parts)):
-        yield from group.statements
+    for layer_input in arch.layer_inputs:
+        yield from layer_input.statements
+    for part in (part for block in arch.blocks for part in block.parts):
+        yield from part.statements
     for block in arch.blocks:
         yield block.result
     for moe in arch.moes:
@@ -110,7 +116,7 @@ def _codes(arch: ir.Architecture, statements: Iterable[ir.Statement]) -> Iterato
     for moe in arch.moes:
         yield from map(str, (moe.alpha, moe.limit, moe.up_offset, moe.top_k))
     for table in arch.tables:
-        if table.function not in {part.table.function for part in (*arch.attentions, *arch.gdns)}:
+        if table.function not in {part.table.function for part in _mixers(arch)}:
             yield from (str(item) for row in table.rows for item in (*row.arguments, *(rows for _, rows in row.rows)))
     yield from (dim.read for dim in arch.dims)
     yield from (rule.arguments for rule in arch.schedule)

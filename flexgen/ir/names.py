@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 from collections.abc import Iterable
+from typing import Any
 
 from flexgen.ir import architecture as ir
 from flexgen.ir.problems import Problems
@@ -51,14 +52,16 @@ def check_names(model: models.SpecModel, problems: Problems) -> None:
 def check_generated_names(architecture: ir.Architecture, problems: Problems) -> None:
     """Report names that generated code would give to two things."""
     arch, taken = architecture, {**dict.fromkeys(MODULE), **dict.fromkeys(dir(builtins))}
-    _claim(((part.function, part.path) for part in (*arch.attentions, *arch.gdns, *arch.mlps)), taken, problems)
+    functions: tuple[Any, ...] = (*arch.attentions, *arch.gdns, *arch.mlps)
+    numbers: tuple[Any, ...] = (*arch.dims, *arch.ropes)
+    _claim(((part.function, part.path) for part in functions), taken, problems)
     _claim(((name, moe.path) for moe in arch.moes for name in (moe.route, moe.experts)), taken, problems)
     _claim(((kind.function, kind.path) for kind in arch.kinds), taken, problems)
     own = {kind.function for kind in arch.kinds}
     _claim(((block.function, block.path) for block in arch.blocks if block.function not in own), taken, problems)
     _claim(((part.table.function, part.path) for part in _parts(arch)), taken, problems)
     locals_: dict[str, str | None] = {**dict.fromkeys(DIMS), **dict.fromkeys(dir(builtins))}
-    _claim(((item.name, item.path) for item in (*arch.dims, *arch.ropes)), locals_, problems)
+    _claim(((item.name, item.path) for item in numbers), locals_, problems)
     _check_roles(arch, problems)
 
 

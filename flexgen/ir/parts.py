@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flexgen.ir import attention, experts, gated_delta, mlp
@@ -11,7 +12,7 @@ from flexgen.ir.shared import Shared
 from flexgen.spec import models
 from flexgen.spec.diagnostics import SpecPath
 
-SECTIONS = {"attention": attention.build, "gdn": gated_delta.build, "mlp": mlp.build, "moe": experts.build}
+SECTIONS: dict[str, Callable[..., Any]] = {"attention": attention.build, "gdn": gated_delta.build, "mlp": mlp.build, "moe": experts.build}
 """What a block can call, and what resolves an entry of each section."""
 
 MIXERS = ("attention", "gdn")

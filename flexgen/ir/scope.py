@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from flexgen.ir.architecture import Dim
 from flexgen.ir.code import Size, number
@@ -138,7 +139,7 @@ class Scope:
     def _kind(self, expr: Expr, types: dict[str, Want], path: SpecPath) -> Want:
         known = {name.dotted: types.get(name.dotted, "int") for name in expr.names()}
         try:
-            return expr.kind(known)
+            return cast(Want, expr.kind(known))  # no dim is a list
         except ExpressionError as error:
             self._report(error, path)
             return "int"
@@ -165,7 +166,7 @@ class Scope:
             return f"self.{expr.dotted}" if is_dim(expr) else f'{reader}("{expr.dotted}"{nonzero})'
         return self._arithmetic(expr, is_dim, path)
 
-    def _arithmetic(self, expr: Expr, is_dim: object, path: SpecPath) -> str:
+    def _arithmetic(self, expr: Expr, is_dim: Callable[[Name], bool], path: SpecPath) -> str:
         for node in expr.walk():
             if isinstance(node, Or):
                 help = "give it a line of its own in `dims`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +89,7 @@ class Lowering:
         """One step at a path, which reads `value` and assigns variables called `base`."""
         if isinstance(step, str):
             return self._entry(step, path, value, base)
-        handler = {
+        handlers: dict[type, Callable[..., Lowered]] = {
             models.NormStep: self._norm,
             models.LinearStep: self._linear,
             models.ActStep: self._act,
@@ -97,8 +98,8 @@ class Lowering:
             models.TimesStep: self._times,
             models.SumStep: self._sum,
             models.EmbeddingStep: self._embedding,
-        }[type(step)]
-        return handler(step, path, value, base)
+        }
+        return handlers[type(step)](step, path, value, base)
 
     def _out(self, base: str, width: Size) -> Value:
         """The variable a step assigns: its base and the legend's suffix for its shape."""
@@ -224,7 +225,7 @@ class Lowering:
             entry, slot, defined_at = self.fills[name], name, ("kinds", self.kind, name)
         section = next((s for s in SECTIONS if entry in getattr(self.model, s)), None)
         if section is None:
-            known = {slot: ("kinds", name, slot) for name, kind in self.model.kinds.items() for slot in kind}
+            known: dict[str, SpecPath] = {slot: ("kinds", name, slot) for name, kind in self.model.kinds.items() for slot in kind}
             for section in SECTIONS:
                 known |= defined(section, getattr(self.model, section))
             self.problems.unknown("part", entry, known, defined_at)

@@ -59,14 +59,14 @@ def _nest(text: Text, spec: Spec, given: Given) -> None:
 
 def _mark_differences(text: Text, spec: Spec, given: Given, found: Fit) -> set[str]:
     """What the spec needs and the config lacks; another name of a missing field takes its place. -> those names"""
-    adopted = set()
+    adopted: set[str] = set()
     for dim, fields in found.missing.items():
         synonyms = [(field, other) for field in fields for other in SYNONYMS.get(field, ())]
         field, other = next(((f, o) for f, o in synonyms if look(given.text, o) is not None), (fields[0], None))
         listed = " nor ".join(f"`{field}`" for field in fields)
         hint = f"; is `{other}` the same?" if other else ""
         text.mark(("dims", dim), f"config.json states no {listed}{hint}")
-        if other in found.unread:  # nothing else reads it
+        if other is not None and other in found.unread:  # nothing else reads it
             adopted.add(other)
             text.replace(("dims", dim), re.sub(rf"(?<![\w.]){re.escape(field)}(?![\w.])", other, spec.model.dims[dim]))
             for place in (("tiny",), ("checkpoint", "defaults")):

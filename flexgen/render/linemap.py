@@ -53,7 +53,7 @@ def _written(read: str, data: Any) -> SpecPath:
     path: list[str | int] = []
     for step in parse_path(read):
         if (isinstance(data, dict) and step in data) or (isinstance(data, list) and isinstance(step, int) and step < len(data)):
-            data = data[step]
+            data = data[step]  # type: ignore[index]
             path.append(step)
         else:
             break

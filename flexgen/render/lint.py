@@ -29,9 +29,9 @@ def lint(text: str) -> list[Problem]:
     imports, functions = _imports(tree), _functions(tree)
     bodies = {function: list(ast.walk(function)) for function in functions}
     outside = [node for statement in tree.body for node in _without_functions(statement)]
-    used = {node.id for nodes in (outside, *bodies.values()) for node in nodes if _is(node, ast.Load)}
+    used = {node.id for nodes in (outside, *bodies.values()) for node in _names(nodes, ast.Load)}
     problems = [Problem(line, f"import `{name}` is unused") for name, line in imports.items() if name not in used]
-    defined = {*dir(builtins), *imports, *(node.id for node in outside if _is(node, ast.Store))}
+    defined = {*dir(builtins), *imports, *(node.id for node in _names(outside, ast.Store))}
     defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for function, nodes in bodies.items():
         problems += _undefined(nodes, defined)
@@ -40,8 +40,8 @@ def lint(text: str) -> list[Problem]:
     return problems
 
 
-def _is(node: ast.AST, context: type[ast.expr_context]) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, context)
+def _names(nodes: list[ast.AST], context: type[ast.expr_context]) -> list[ast.Name]:
+    return [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)]
 
 
 def _imports(tree: ast.Module) -> dict[str, int]:
@@ -68,8 +68,8 @@ def _without_functions(node: ast.AST) -> list[ast.AST]:
 
 
 def _undefined(nodes: list[ast.AST], defined: set[str]) -> list[Problem]:
-    local = {node.arg for node in nodes if isinstance(node, ast.arg)} | {n.id for n in nodes if _is(n, ast.Store)}
-    loads = [node for node in nodes if _is(node, ast.Load)]
+    local = {node.arg for node in nodes if isinstance(node, ast.arg)} | {n.id for n in _names(nodes, ast.Store)}
+    loads = _names(nodes, ast.Load)
     return [Problem(node.lineno, f"`{node.id}` is not defined") for node in loads if node.id not in local | defined]
 
 

@@ -113,8 +113,9 @@ class _Marking(NodeTransformer):
     def visit_If(self, node: nodes.If) -> nodes.If:
         """What stands behind `{% if entry.field %}` is there because of that field."""
         test = node.test
-        field = test.attr if isinstance(test, nodes.Getattr) and isinstance(test.node, nodes.Name) else None
-        if field and self.entries and test.node.name == self.entries[-1]:
+        owner = test.node if isinstance(test, nodes.Getattr) else None
+        field = test.attr if isinstance(test, nodes.Getattr) and isinstance(owner, nodes.Name) else None
+        if field and self.entries and isinstance(owner, nodes.Name) and owner.name == self.entries[-1]:
             self.conditions.append(field)
             node.body = [self.visit(child) for child in node.body]
             self.conditions.pop()

@@ -127,7 +127,7 @@ def _kept(lines: Sequence[str]) -> list[int]:
 
 
 def _environment(templates: Mapping[str, str], kind: type[Environment] = Environment) -> Environment:
-    return _cached_environment(tuple(sorted(templates.items())), kind)
+    return _cached_environment(tuple(sorted(templates.items())), kind)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4)

@@ -41,7 +41,7 @@ def annotation_at(path: SpecPath, data: Any) -> Any:
         else:
             arguments = get_args(bare_annotation(annotation))
             annotation = arguments[-1] if arguments else Any
-        node = node[element] if isinstance(node, dict | list) else None
+        node = node[element] if isinstance(node, dict | list) else None  # type: ignore[index]
     return _settle(annotation, node)
 
 

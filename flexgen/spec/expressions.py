@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from flexgen.spec.expression_tree import (
     Binary,
@@ -168,7 +168,7 @@ class _Parser:
         left = operand()
         while token := self.take_symbol(*operators):
             right = operand()
-            left = Binary(token.text, left, right, start=left.start, end=right.end)
+            left = Binary(cast(Operator, token.text), left, right, start=left.start, end=right.end)
         return left
 
     def sign(self) -> Expr:

@@ -33,7 +33,7 @@ def explain(error: ValidationError, data: Any, spec: Spec) -> list[Diagnostic]:
         is_missing = item["type"] == "missing"
         if is_missing and _inherits(path, spec):  # its base lacks it too
             continue
-        place = ((*path, missing), True) if is_missing or missing == "[key]" else (path, False)
+        place: tuple[SpecPath, bool] = ((*path, missing or ""), True) if is_missing or missing == "[key]" else (path, False)
         is_tried = any(other[: len(path)] == path for other, _ in seen) and item["type"] == "literal_error"
         if place not in seen and not is_tried and spec.origin(path) == path:
             seen[place] = _explain(item, path, missing, data, spec)
@@ -42,7 +42,7 @@ def explain(error: ValidationError, data: Any, spec: Spec) -> list[Diagnostic]:
 
 def _inherits(path: SpecPath, spec: Spec) -> bool:
     """Whether a path is an entry that takes its fields from another one."""
-    entries = spec.document.data.get(path[0]) if len(path) == 2 and path[0] in SECTIONS_WITH_LIKE else None
+    entries: Any = spec.document.data.get(path[0]) if len(path) == 2 and path[0] in SECTIONS_WITH_LIKE else None
     entry = entries.get(path[1]) if isinstance(entries, dict) else None
     base = entry.get("like") if isinstance(entry, dict) else None
     return isinstance(base, str) and base != path[1] and base in entries
@@ -51,13 +51,13 @@ def _inherits(path: SpecPath, spec: Spec) -> bool:
 def data_path(loc: tuple[str | int, ...], data: Any) -> tuple[SpecPath, str | None]:
     """The part of `loc` that exists in the data, union tags dropped, and the name of a missing field."""
     path: list[str | int] = []
-    node = data
+    node: Any = data
     rest = None
     for element in loc:
         if (isinstance(node, dict) and element in node) or (
             isinstance(node, list) and isinstance(element, int) and element < len(node)
         ):
-            node = node[element]
+            node = node[element]  # type: ignore[index]
             path.append(element)
             rest = None
         else:
@@ -128,7 +128,7 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
         limit = f"at least {least}" if least is not None else f"at most {context.get('max_length')}"
         unit = "characters" if kind.startswith("string") else "items"
         return Diagnostic("SPEC007", f"{where} needs {limit} {unit}", spec.path, span, subject=path)
-    wanted, help = _TYPES.get(kind, "another type of value"), None
+    wanted, help = str(_TYPES.get(kind, "another type of value")), ""
     if wanted == "text":
         annotation = repr(annotation_at(path, spec))
         if "source_text" in annotation:
@@ -137,7 +137,7 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
             wanted = "the name of an entry"
         elif not isinstance(value, dict | list | type(None)):
             help = "quote it to make it text"
-    return Diagnostic("SPEC006", f"{where} needs {wanted}, found {shown}", spec.path, span, help=help, subject=path)
+    return Diagnostic("SPEC006", f"{where} needs {wanted}, found {shown}", spec.path, span, help=help or None, subject=path)
 
 
 def _explain_pattern(path: SpecPath, where: str, value: Any, span: Any, spec: Spec) -> Diagnostic:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def misspelt(error: ValidationError, spec: Spec) -> list[tuple[SpecPath, str]]:
     """The unknown fields that stand for a known one that is not given, each with that one."""
-    found = []
+    found: list[Any] = []
     for item in error.errors(include_url=False):
         path, _ = data_path(item["loc"], spec.data)
         if item["type"] == "extra_forbidden" and spec.origin(path) == path:

@@ -22,7 +22,7 @@ def check_fences(tiny: Tiny) -> None:
         if not inside and not has(tiny.model.checkpoint.defaults, field):
             message = f"neither `tiny` nor `defaults` has `{field}`, so nothing shows that there is such a field"
             near = nearest(field, {*tiny.model.tiny, *tiny.model.checkpoint.defaults})
-            help = f"did you mean `{near}`?" if near else "give its default, null where it is absent"
+            help: str | None = f"did you mean `{near}`?" if near else "give its default, null where it is absent"
             tiny.problems.add("SPEC023", message, at, key=True, help=help)
         elif not holds(value := look(tiny.config, field), wanted):
             place = (*(TINY if inside else DEFAULTS), *field.split("."))

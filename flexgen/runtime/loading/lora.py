@@ -110,6 +110,7 @@ def merge_rows(out: Tensor, base: Tensor, rows: Mapping[str, int], deltas: Delta
             total = part.float()
             for update in updates:
                 _check_fits(update, part.shape, module)
+                assert isinstance(update, LowRank)  # what fits a matrix is one
                 total = total + update.delta()
             out[start : start + count] = total.to(out.dtype)
             changed += 1
@@ -136,6 +137,7 @@ def merge_experts(
     total_EOI = total.transpose(1, 2) if transposed else total
     for update in whole:
         _check_fits(update, total_EOI.shape, stacked)
+        assert isinstance(update, ExpertLowRank)  # what fits all experts is for all of them
         b, a = update.factors()
         total.baddbmm_(*((a.mT, b.mT) if transposed else (b, a)), alpha=update.scale)
     for index, (name, updates) in enumerate(zip(per_expert, parts)):
@@ -144,16 +146,17 @@ def merge_experts(
     return bool(whole) + len({(name, expert) for name, updates in zip(per_expert, parts) for expert, _ in updates})
 
 
-def _expert_updates(name: str, experts: int, deltas: Deltas) -> list[tuple[int, LowRank]]:
+def _expert_updates(name: str, experts: int, deltas: Deltas) -> list[tuple[int, LowRank | ExpertLowRank]]:
     """(expert, update) of every module that `name` stands for."""
     return [(expert, update) for expert in range(experts) for update in deltas.get(name.replace("*", str(expert)), ())]
 
 
-def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank]], name: str) -> None:
+def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank | ExpertLowRank]], name: str) -> None:
     """Add updates to their experts' matrices, all of one rank in one batched product."""
     by_rank: dict[int, list[tuple[int, LowRank]]] = {}
     for expert, update in updates:
         _check_fits(update, target_EOI.shape[1:], name.replace("*", str(expert)))
+        assert isinstance(update, LowRank)  # what fits a matrix is one
         by_rank.setdefault(update.a.shape[0], []).append((expert, update))
     for same in by_rank.values():
         a = torch.stack([update.a.float() for _, update in same])

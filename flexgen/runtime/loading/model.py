@@ -229,8 +229,8 @@ def _dtype(
         if name not in DTYPES:
             raise ConfigError(f"config.json's dtype is {name!r}, and must be one of {listed}; or pass dtype=")
         return DTYPES[name]
-    if wanted in DTYPES.values():
+    if isinstance(wanted, torch.dtype) and wanted in DTYPES.values():
         return wanted
     if wanted not in DTYPES:
         raise ValueError(f"{what} is {wanted!r}, and must be auto or one of {listed}")
-    return DTYPES[wanted]
+    return DTYPES[str(wanted)]
