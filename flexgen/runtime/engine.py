@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexgen.errors import FlexgenError
 from flexgen.runtime.execution.step import InFlight, PromptScores, Routes, Runner
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.requests.outputs import Logprob, TokenLogprobs
@@ -164,7 +163,11 @@ class Engine:
             self._grammars = self._grammars or GrammarCompiler(self.tokens)
             grammar = self._grammars.start(params.structured_outputs)
         processors = params.logits_processors or ()
-        return HostRules(grammar, phrases, processors) if grammar or phrases or processors else None
+        if not (grammar or phrases or processors):
+            return None
+        allowed = params.allowed_token_ids
+        ends = [token for token in self.tokens.eos_ids if allowed is None or token in allowed]
+        return HostRules(grammar, phrases, processors, ends)
 
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize or self.tokens.tokenizer is None:
@@ -342,11 +345,8 @@ class Engine:
         self, request: Request, token: int, logprob: float, rank: int, top: tuple[Sequence[int], Sequence[float]]
     ) -> None:
         """Append one confirmed token and end the request if it says so. `top`: the most likely ids and their logprobs."""
-        if logprob != logprob:
-            request.error = (
-                f"token {request.produced} of request {self._groups[request].request_id} has no probability: the "
-                "model's logits are NaN, or its rules together allow no token"
-            )
+        if fault := self._fault(request, token, logprob):
+            request.error = f"token {request.produced} of request {self._groups[request].request_id} {fault}"
             self._finish(request, "error")
             return
         request.tokens.append(token)
@@ -356,16 +356,23 @@ class Engine:
             request.logprobs.append(self._logprobs(token, logprob, rank, request.params.logprobs, *top))
             request.cumulative_logprob += logprob
         ending = request.stops.by_token(token, request.produced)
-        if request.rules is not None:
-            request.rules.accept(token)
-            if ending is None and request.rules.complete:
-                ending = ("stop", None)
+        if ending is None and request.rules is not None and request.rules.complete:
+            ending = ("stop", None)
         if ending is not None:
             request.finish(*ending)
         if request.stops.strings:
             request.check_stop_strings()
         if request.finished:
             self._finish(request, request.finish_reason, request.stop_reason)
+
+    def _fault(self, request: Request, token: int, logprob: float) -> str | None:
+        """Why a token cannot be taken, None where it can; the request's own rules then know it."""
+        fault = None if request.rules is None else request.rules.fault
+        if fault is None and logprob != logprob:
+            fault = "has no probability: the model's logits are NaN, or its rules together allow no token"
+        if fault is None and request.rules is not None:
+            fault = request.rules.accept(token)
+        return fault
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         request.finish(reason, stop_reason)
@@ -408,10 +415,6 @@ class Engine:
             if other != token:
                 entry[other] = Logprob(value, place, decode(other))
         return entry
-
-    def raise_error(self, group: RequestGroup) -> None:
-        if group.error:
-            raise FlexgenError(group.error)
 
 
 def _whole(token: Any) -> int:

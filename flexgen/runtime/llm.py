@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -17,13 +18,15 @@ from flexgen.runtime.execution import regional
 from flexgen.runtime.garbage import few_collections
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.report import memory_report
-from flexgen.runtime.requests.outputs import RequestOutput
+from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.request import RequestGroup
 from flexgen.runtime.requests.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -94,12 +97,14 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
         timeout: float | None = None,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts, in their order. One SamplingParams for all, or one each.
 
-        `timeout` is in seconds for each request; one that runs out ends with finish_reason "abort". Raises ValueError for
-        a prompt or parameter that cannot be served, before anything runs, and FlexgenError if the model's logits were
-        NaN. Interrupted, it frees all that it held.
+        `timeout` is in seconds for each request; one that runs out ends with finish_reason "abort". One that fails while
+        it runs (NaN logits, a logits processor that raises) ends with "error" and says why, and the others go on; with
+        `raise_on_error` GenerationError is raised at the end, which holds all outputs. Raises ValueError for a prompt or
+        parameter that cannot be served, before anything runs. Interrupted, it frees all that it held.
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         try:
@@ -109,9 +114,9 @@ class LLM:
                     progress.update()
         finally:
             self._abort_all(groups)
-        for group in groups:
-            self.llm_engine.raise_error(group)
-        return [group.output() for group in groups]
+        outputs = [group.output() for group in groups]
+        _report_errors([group.error for group in groups if group.error], outputs, raise_on_error)
+        return outputs
 
     def chat(
         self,
@@ -125,6 +130,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the tokenizer's chat template (it writes BOS, once)."""
         if continue_final_message and add_generation_prompt:
@@ -142,7 +148,7 @@ class LLM:
             {"prompt_token_ids": self.llm_engine.tokens.chat(conversation, **template)}
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout, raise_on_error)
 
     def stream(
         self,
@@ -153,7 +159,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield a RequestOutput each time a request has grown, the last with `finished`. Closing it aborts the rest.
 
-        Nothing happens, and no error is raised, before the first output is asked for.
+        Nothing happens, and no error is raised, before the first output is asked for. A request that fails while it runs
+        ends with finish_reason "error" and says why.
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         seen = dict.fromkeys(groups, 0)
@@ -163,7 +170,6 @@ class LLM:
                     self.llm_engine.step()
                 for group in [group for group, version in seen.items() if group.version != version]:
                     seen[group] = group.version
-                    self.llm_engine.raise_error(group)
                     if group.finished:
                         del seen[group]
                     if group.finished or group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
@@ -263,6 +269,13 @@ def _params_list(
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each")
     return list(map(check, params))
+
+
+def _report_errors(errors: Sequence[str], outputs: list[RequestOutput], raises: bool) -> None:
+    if errors and raises:
+        raise GenerationError(f"{len(errors)} of {len(outputs)} prompts failed: {errors[0]}", outputs)
+    if errors:
+        log.warning('%d of %d prompts ended with finish_reason "error": %s', len(errors), len(outputs), errors[0])
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

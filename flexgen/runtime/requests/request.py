@@ -209,6 +209,7 @@ class RequestGroup:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             routed_experts=request.returned_routes() if request.finished else None,
+            error=request.error,
         )
 
     def _since(self, index: int, text: int, tokens: int) -> tuple[int, int]:

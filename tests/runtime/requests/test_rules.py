@@ -51,6 +51,31 @@ def test_answers_belong_to_their_language():
     assert metrics["dropped_tokens"] == 0
 
 
+@pytest.mark.parametrize("language", [{"choice": ["fox"]}, {"regex": "a{2}"}, {"grammar": 'root ::= "y"'}])
+def test_the_end_of_a_grammar_outranks_min_tokens(language):
+    params = structured(**language)
+    params.min_tokens = 40
+    _, (answer, other) = finish([params, SamplingParams(seed=1, max_tokens=8, ignore_eos=True)])
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (
+        {"choice": "fox", "regex": "aa", "grammar": "y"}[next(iter(language))], "stop", None
+    )  # fmt: skip
+    assert len(other.token_ids) == 8
+
+
+def test_a_grammar_that_may_go_on_does_until_min_tokens():
+    params = structured(regex="a+")
+    params.min_tokens = 20
+    _, (answer,) = finish([params])
+    assert len(answer.token_ids) > 20 and set(answer.text) == {"a"}
+
+
+def test_a_token_that_a_processor_brings_back_against_the_grammar_is_that_requests_error():
+    params = structured(choice=["fox"])
+    params.logits_processors = [lambda outputs, row: torch.zeros_like(row).index_fill(0, torch.tensor([9]), 50.0)]
+    _, (answer, other) = finish([params, SamplingParams(seed=1, max_tokens=8, ignore_eos=True)])
+    assert answer.finish_reason == "error" and "the grammar does not allow" in answer.error and len(other.token_ids) == 8
+
+
 def test_a_schema_or_grammar_that_is_not_well_formed_is_refused():
     for language, kind in [({"regex": "(a"}, "regex"), ({"grammar": "root := x"}, "grammar"), ({"json": "{"}, "json")]:
         with pytest.raises(ValueError, match=f"structured_outputs.{kind} is not valid"):
@@ -85,8 +110,8 @@ def test_a_processor_sees_prompt_outputs_and_biased_logits():
 def test_processors_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="takes 1 arguments"):
         finish([SamplingParams(logits_processors=[lambda row: row])])
-    with pytest.raises(ValueError, match=r"must return a tensor of shape \(340,\)"):
-        finish([SamplingParams(logits_processors=[lambda outputs, row: row[:3]])])
+    _, (answer,) = finish([SamplingParams(logits_processors=[lambda outputs, row: row[:3]])])
+    assert answer.finish_reason == "error" and "must return a tensor of shape (340,)" in answer.error
 
 
 def test_bad_words_of_one_and_of_several_tokens_never_appear():
