@@ -201,6 +201,8 @@ class Engine:
             for token in getattr(params, name) or ():
                 if token >= vocab:
                     raise ValueError(f"{name} holds {token}, and this model has ids from 0 to {vocab - 1}")
+                if token >= self.tokens.vocab and name != "allowed_token_ids":
+                    raise ValueError(f"{name} holds {token}, which is padding (the tokenizer has {self.tokens.vocab} ids) and never drawn")
         if params.allowed_token_ids is not None and min(params.allowed_token_ids) >= self.tokens.vocab:
             raise ValueError(f"allowed_token_ids allows only padding ids (the tokenizer has {self.tokens.vocab})")
         for name in ("logprobs", "prompt_logprobs"):

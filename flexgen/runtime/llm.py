@@ -21,6 +21,7 @@ from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.request import RequestGroup
+from flexgen.runtime.requests.templates import options
 from flexgen.runtime.requests.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class LLM:
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -133,17 +134,12 @@ class LLM:
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the tokenizer's chat template (it writes BOS, once)."""
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message=True continues the last message: set add_generation_prompt=False")
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise TypeError(f"messages is a list of messages, or of such lists; got {messages!r}")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        template = dict(chat_template_kwargs or {}) | {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": None if tools is None else list(tools),
-        }
+        conversations = messages if messages and isinstance(messages[0], list | tuple) else [messages]
+        explicit = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continue_final_message}  # fmt: skip
+        template = options(explicit, chat_template_kwargs)
         prompts = [
             {"prompt_token_ids": self.llm_engine.tokens.chat(conversation, **template)}
             for conversation in conversations

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen.contract import layer_kinds as schedules
-from flexgen.contract.ignored import NO_EFFECT
+from flexgen.contract.ignored import NO_EFFECT, OUTSIDE, OUTSIDE_ENDINGS, STATED
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.rope import Rope, is_finite
 
@@ -53,15 +53,47 @@ def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
     config = outer[text_config]
     if not isinstance(config, dict):
         raise ConfigError(f"{text_config} is {config!r}, and must be an object")
-    for field in ("model_type", "tie_word_embeddings"):
-        if config.get(field) is None and outer.get(field) is not None:
-            config[field] = outer[field]
+    _take_outer(config, outer, text_config)
     whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
     if whole is not None and whole != text:
         raise ConfigError(
             f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
         )
     return config
+
+
+def _take_outer(config: dict[str, Any], outer: Mapping[str, Any], text_config: str) -> None:
+    """What the fields beside the text part mean for it, as transformers reads them.
+
+    The ids that end a text and the dtype are the outer ones', where there are any; model_type and tie_word_embeddings are
+    those of the text part, if it has its own. Fields of other modalities say nothing about text; any other must repeat what
+    the text part says, else it is kept as `outside.NAME`, which nothing reads.
+    """
+    for field in ("model_type", "tie_word_embeddings", "quantization_config"):
+        if config.get(field) is None and outer.get(field) is not None:
+            config[field] = outer[field]
+    if outer.get("eos_token_id") is not None:
+        config["eos_token_id"] = outer["eos_token_id"]
+    if (dtype := outer.get("dtype") or outer.get("torch_dtype")) is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    decided = {text_config, "model_type", "tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype"}
+    left = {
+        field: value
+        for field, value in outer.items()
+        if value is not None
+        and field not in decided | NO_EFFECT.keys() | OUTSIDE.keys()
+        and not field.endswith(OUTSIDE_ENDINGS)
+        and not (field in config and config[field] == value)
+        and not is_stated(field, value)
+    }
+    if left:
+        config["outside"] = left
+
+
+def is_stated(path: str, value: object) -> bool:
+    """Whether a field says what every family does anyway where its spec does not read it."""
+    return any(value == given and type(value) is type(given) for given in STATED.get(path, ((), ""))[0])
 
 
 def _move_rope(config: dict[str, Any]) -> None:
@@ -138,6 +170,7 @@ class Config:
         layers_by: str | None,
     ) -> None:
         self.given = dict(raw)
+        self.defaults = defaults
         self.values = merged(raw, defaults)
         self.ignore = set(ignore)
         self.layers_by = layers_by
@@ -191,8 +224,27 @@ class Config:
         parameters = self.optional(path)
         if not isinstance(parameters, dict) or not parameters:
             raise ConfigError(f"{path} is {parameters!r}, and must be an object with at least rope_theta")
+        parameters = self._turning(path, parameters)
         max_position = self.int("max_position_embeddings", default=0)
         return Rope.bind(parameters, types=types, head_dim=head_dim, max_position=max_position)
+
+    def _turning(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A rope's parameters, whose partial_rotary_factor must be one that the family reads.
+
+        It does where its config class has a default for it; other families turn whole heads (transformers ignores the key
+        there, or fails), except for the type whose formula is about it.
+        """
+        name = f"{path}.partial_rotary_factor"
+        partial = parameters.get("partial_rotary_factor")
+        read = parameters.get("rope_type") == "proportional" or _look(self.defaults, name) is not _MISSING
+        if partial is None or read or (not isinstance(partial, bool) and partial == 1):
+            return parameters
+        if name in self.ignore:
+            return {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+        raise ConfigError(
+            f"{name} is {_shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{name!r}]); if "
+            "the family does turn a part, state its default in the spec's `checkpoint.defaults`"
+        )
 
     def schedule(self, layers: int, rules: Sequence[schedules.Rule]) -> tuple[str, ...]:
         """The kind of each layer."""
@@ -245,8 +297,11 @@ class Config:
     # ------------------------------------------------------------ nothing unread
 
     def finish(self) -> None:
-        """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore."""
-        unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path)]
+        """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore, or both."""
+        both = sorted(name for name in self.ignore if any(f"{path}.".startswith(f"{name}.") for path in self.read))
+        if both:
+            raise ConfigError(f"ignore_config names {', '.join(both)}, which this spec reads: leave it out, it cannot be ignored")
+        unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path, value)]
         if quantised := [path for path in unread if path.startswith("quantization_config.")]:
             raise ConfigError(
                 f"this checkpoint is quantised (config.json has {', '.join(quantised)}), in a way that this spec does not "
@@ -258,10 +313,10 @@ class Config:
                 f"pass, list them in the spec's `checkpoint.ignore` or pass LLM(ignore_config={unread!r})"
             )
 
-    def _accounted(self, path: str) -> bool:
+    def _accounted(self, path: str, value: object) -> bool:
         parts = path.split(".")
         prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
-        return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys()))
+        return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys())) or is_stated(path, value)
 
 
 def _shown(value: Any) -> str:

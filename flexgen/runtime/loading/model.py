@@ -42,7 +42,8 @@ class Model:
         self.directory: Path | None = None
         self.report: LoadReport | None = None
         self.load_seconds = 0.0
-        self.weight_version = 0
+        self._weight_version = 0
+        self._tied_copy: tuple[str, str] | None = None
         self.head_dtype: torch.dtype | None = None
         self.state: dict[str, State] = package.walker.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
@@ -184,6 +185,19 @@ class Model:
 
     # ------------------------------------------------------------ running
 
+    @property
+    def weight_version(self) -> int:
+        """Whoever changes weights in place adds 1 when done: what was derived from the old ones is then made anew."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._weight_version = version
+        if self._tied_copy is not None:  # a head of another dtype than the embedding that it is
+            head, embedding = (getattr(self.weights, role) for role in self._tied_copy)
+            with torch.no_grad():
+                head.copy_(embedding)
+
     def make_rope_tables(self, length: int) -> None:
         """Rotary tables for positions below `length`, shared by all layers of an entry."""
         tables = self.package.attention.rope_tables(self.dims, length, self.dtype, self.device)
@@ -208,6 +222,8 @@ class Model:
         if dtype == self.dtype:
             return
         head = self.package.walker.HEAD
+        tied = next(weight.same_as for weight in self.table("model") if weight.role == head)
+        self._tied_copy = None if tied is None else (head, tied)
         setattr(self.weights, head, getattr(self.weights, head).to(dtype))
         self.head_dtype = dtype
 

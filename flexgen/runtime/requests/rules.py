@@ -21,7 +21,7 @@ PhrasedWord = tuple[int, ...]
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[PhrasedWord]:
-    """Token sequences that write `words`: at the start of a text and, where that is a word of its own, after a space."""
+    """Token sequences that write `words`, as the tokenizer writes them at the start of a text and after a space."""
     sequences: list[PhrasedWord] = []
     for word in words:
         stem = word.lstrip() or word
@@ -29,7 +29,7 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> li
         if not bare:
             raise ValueError(f"bad_words holds {word!r}, which this tokenizer writes with no token at all")
         sequences.append(bare)
-        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+        if spaced[-len(bare) :] != bare:  # else whoever writes it writes the bare one
             sequences.append(spaced)
     return list(dict.fromkeys(sequences))
 

@@ -84,7 +84,8 @@ class GrammarCompiler:
 def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     """(kind, text) of the one field that is given."""
     if params.json is not None:
-        return "json", params.json if isinstance(params.json, str) else json.dumps(params.json)
+        schema = params.json.model_json_schema() if isinstance(params.json, type) else params.json
+        return "json", schema if isinstance(schema, str) else json.dumps(dict(schema))
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:
