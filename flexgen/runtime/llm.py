@@ -7,15 +7,18 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.execution import regional
 from flexgen.runtime.garbage import few_collections
+from flexgen.runtime.loading.rope import checked_length, stretched_length
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
@@ -68,6 +71,7 @@ class LLM:
         spec: str | os.PathLike[str] | None = None,
         generated: str | os.PathLike[str] | None = None,
         ignore_config: Sequence[str] = (),
+        allow_edited: bool = False,
         head_dtype: str | torch.dtype | None = None,
         mamba_ssm_cache_dtype: str | None = None,
         max_model_len: int | None = None,
@@ -79,7 +83,7 @@ class LLM:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
                    "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None,
-                   "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype}  # fmt: skip
+                   "allow_edited": allow_edited or None, "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype}  # fmt: skip
         on_cuda = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
         if on_cuda and not options.get("enforce_eager"):
             regional.prepare()  # reading the weights takes longer
@@ -234,23 +238,30 @@ def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[i
             raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
         if text is not None and not isinstance(text, str):
             raise _no_prompt(text)
-        return text, tokens.encode(text) if ids is None else ids
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
-        raise _no_prompt(prompt)
-    return None, prompt
+        return text, tokens.encode(text) if ids is None else _id_list(ids)
+    return None, _id_list(prompt)
+
+
+def _id_list(ids: Any) -> Sequence[int]:
+    """Token ids of a prompt given as a list or an array."""
+    ids = ids.tolist() if callable(getattr(ids, "tolist", None)) else ids
+    if isinstance(ids, str | bytes | bytearray | Mapping) or not isinstance(ids, Iterable):
+        raise _no_prompt(ids)
+    return list(ids)
 
 
 def _no_prompt(given: Any) -> TypeError:
-    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {given!r}")
+    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {shown(given)}")
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    prompts = prompts.tolist() if callable(getattr(prompts, "tolist", None)) else prompts
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
     prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
+    return [prompts] if prompts and all(isinstance(token, Integral) for token in prompts) else prompts
 
 
 def _params_list(
@@ -299,11 +310,13 @@ def _load(model: Any, loading: Mapping[str, Any]) -> Any:
 
 
 def _max_model_len(model: Any, wanted: int | None) -> int:
-    longest = model.config.get("max_position_embeddings")
+    longest = checked_length(model.config)
     if wanted is None and longest is None:
         raise ConfigError("config.json has no max_position_embeddings; give LLM(max_model_len=...)")
-    if isinstance(wanted, int) and longest is not None and wanted > longest:
-        raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}")
+    stretched = None if longest is None else stretched_length(model.config, longest)
+    if isinstance(wanted, int) and stretched is not None and wanted > stretched:
+        scaled = f", which its rope stretches to {stretched}" if stretched > longest else ""
+        raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}{scaled}")
     return longest if wanted is None else wanted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
@@ -74,3 +75,10 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory that a device has: a GPU's own, or the host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,30 +11,27 @@ from typing import Any
 
 from flexgen.contract import layer_kinds as schedules
 from flexgen.contract.ignored import NO_EFFECT, OUTSIDE, OUTSIDE_ENDINGS, STATED
+from flexgen.contract.json_files import listed, read_object, shown
+from flexgen.contract.quantised import QUANTISED, WAYS_OUT, quantised
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.rope import Rope, is_finite
 
 _MISSING = object()
 _LARGEST = 2**63 - 1
+_OUTSIDE = re.compile(r"outside\.")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The raw config.json of a checkpoint directory. Raises ConfigError where there is none or it is no JSON object."""
     path = directory / "config.json"
-    if not path.is_file():
+    if not path.exists():
         if path.parent.is_file():
             raise ConfigError(f"{path.parent} is a file: give its directory")
         raise ConfigError(
             f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
             "and nothing is downloaded"
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
-    return raw
+    return read_object(path)
 
 
 def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]:
@@ -189,14 +186,14 @@ class Config:
         """A whole number, not negative: of the first path that is present, else the default."""
         path, value = self._first(paths, default, nonzero)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a whole number, not negative, of at most 64 bits")
+            raise ConfigError(f"{path} is {shown(value)}, and must be a whole number, not negative, of at most 64 bits")
         return value
 
     def float(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> float:
         """A number."""
         path, value = self._first(paths, default, nonzero)
         if isinstance(value, bool) or not is_finite(value):
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number")
+            raise ConfigError(f"{path} is {shown(value)}, and must be a finite number")
         return float(value)
 
     def flag(self, *paths: str, default: Any = _MISSING) -> bool:
@@ -210,7 +207,7 @@ class Config:
         """An operand of arithmetic: a number, or a flag that counts as 0 or 1."""
         path, value = self._first(paths, default, nonzero)
         if not is_finite(value):
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number, true or false")
+            raise ConfigError(f"{path} is {shown(value)}, and must be a finite number, true or false")
         return int(value) if isinstance(value, bool) else value
 
     def optional(self, path: str) -> Any:
@@ -242,7 +239,7 @@ class Config:
         if name in self.ignore:
             return {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
         raise ConfigError(
-            f"{name} is {_shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{name!r}]); if "
+            f"{name} is {shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{name!r}]); if "
             "the family does turn a part, state its default in the spec's `checkpoint.defaults`"
         )
 
@@ -302,15 +299,13 @@ class Config:
         if both:
             raise ConfigError(f"ignore_config names {', '.join(both)}, which this spec reads: leave it out, it cannot be ignored")
         unread = [path for path, value in _leaves(self.given) if value is not None and not self._accounted(path, value)]
-        if quantised := [path for path in unread if path.startswith("quantization_config.")]:
-            raise ConfigError(
-                f"this checkpoint is quantised (config.json has {', '.join(quantised)}), in a way that this spec does not "
-                "describe: write it in 16 or 32 bits first, with transformers' dequantize() and save_pretrained()"
-            )
+        if any(path.split(".")[0] in QUANTISED for path in unread):
+            raise ConfigError(quantised(self.given))
         if unread:
+            outside = " (`outside.` is what lies beside the text part)" if any(map(_OUTSIDE.match, unread)) else ""
             raise ConfigError(
-                f"config.json has fields that this spec does not read: {', '.join(unread)}. If they do not change the forward "
-                f"pass, list them in the spec's `checkpoint.ignore` or pass LLM(ignore_config={unread!r})"
+                f"config.json has fields that this spec does not read: {listed(unread)}{outside}. If they do not change the "
+                f"forward pass, list them in the spec's `checkpoint.ignore` or pass LLM(ignore_config={shown(unread, 1000)})"
             )
 
     def _accounted(self, path: str, value: object) -> bool:
@@ -319,9 +314,13 @@ class Config:
         return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys())) or is_stated(path, value)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
+def check_packed(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for weights packed by another method than MXFP4, where the spec ignores quantization_config since it
+    reads experts in that."""
+    given = config.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if isinstance(method, str) and method in WAYS_OUT and method != "mxfp4":
+        raise ConfigError(quantised(config))
 
 
 def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:

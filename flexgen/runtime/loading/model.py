@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State, Step, Weight
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
-from flexgen.runtime.loading.config import check_ignored, normalise, read_config
+from flexgen.runtime.loading.config import check_ignored, check_packed, normalise, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
-from flexgen.runtime.transfer import Staging
+from flexgen.runtime.transfer import Staging, memory_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -50,6 +51,7 @@ class Model:
         routes = package.walker.routes(dims)
         self._check_state()
         self._check_sizes(routes)
+        self._check_memory()
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
         self.routed: list[dict[str, int]] = [routes.get(kind, {}) for kind in dims.kinds]
@@ -71,6 +73,7 @@ class Model:
         generated: str | Path | None = None,
         load_format: str = "auto",
         ignore_config: Sequence[str] = (),
+        allow_edited: bool = False,
         head_dtype: str | torch.dtype | None = None,
         mamba_ssm_cache_dtype: str = "auto",
     ) -> Model:
@@ -79,6 +82,8 @@ class Model:
         `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
         `mamba_ssm_cache_dtype` is that of recurrent state, where it is not the model's own; `auto` is what the spec says.
 
+        A package, shipped or `generated`, is code that runs here; `allow_edited` runs one that was edited by hand too.
+
         Raises ConfigError, CheckpointError or PackageError for what does not fit.
         """
         started = time.perf_counter()
@@ -86,9 +91,11 @@ class Model:
             raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
         directory = Path(path).expanduser()
         raw = read_config(directory)
-        package = load_package(choose(raw, spec, generated))
+        package = load_package(choose(raw, spec, generated), allow_edited)
         config = normalise(raw, package.manifest["text_config"])
         check_ignored(config, ignore_config)
+        if "quantization_config" in package.walker.IGNORE and "quantization_config" not in ignore_config:
+            check_packed(config)
         dims = package.walker.Dims.from_config(config, tuple(ignore_config))
         where = _device(device)
         model = cls(package, dims, config, _dtype(dtype, config, raw), where)
@@ -182,6 +189,16 @@ class Model:
                         f"{kind} layers send each token to {chosen} of {min(counts)} experts by config.json, and must send "
                         "it to at least 1 and at most all"
                     )
+
+    def _check_memory(self) -> None:
+        """Raises ConfigError where config.json makes a model that no memory here holds, before any is taken."""
+        rows = {kind: [row for row in self.table(kind) if row.present and row.same_as is None] for kind in ("model", *self.dims.kinds)}
+        bytes_of = {
+            kind: sum(prod(row.shape) * (4 if row.fp32 else self.dtype.itemsize) for row in table) for kind, table in rows.items()
+        }
+        needed, memory = sum(bytes_of[kind] for kind in ("model", *self.dims.kinds)), memory_bytes(self.device)
+        if needed > memory:
+            raise ConfigError(f"the weights would take {needed} bytes by config.json, and {self.device} has {memory}")
 
     # ------------------------------------------------------------ running
 

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from flexgen.errors import ConfigError
 
+MOST_POSITIONS = 2**24
+"""Tokens that a model may have positions for; the longest published have 10 million."""
+
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _NO_EFFECT = frozenset({"mrope_section", "mrope_interleaved"})
 """Multimodal position streams are equal for text, so recomposing them changes nothing."""
@@ -259,3 +262,31 @@ def _yarn_attention_factor(rope: Rope) -> float:
 _FREQUENCIES: Mapping[str, Callable[[Rope], tuple[Tensor, float]]] = MappingProxyType(
     {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
 )
+
+
+# ---------------------------------------------------------------- how long a text may be
+
+
+def checked_length(config: Mapping[str, Any]) -> int | None:
+    """The tokens that a model was made for by its (normalised) config.json, None where that says nothing."""
+    longest = config.get("max_position_embeddings")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or not 1 < longest <= MOST_POSITIONS):
+        raise ConfigError(
+            f"max_position_embeddings is {longest!r}, and must be a whole number from 2 to {MOST_POSITIONS}"
+        )
+    return longest
+
+
+def stretched_length(config: Mapping[str, Any], longest: int) -> int:
+    """The most tokens that the model's ropes tell positions of: scaled ones reach further than `longest`, by their factor."""
+    parameters = config.get("rope_parameters") or {}
+    tables = [table for table in parameters.values() if isinstance(table, dict)] or [parameters]
+    return max(longest, min(_reach(table, longest) for table in tables))
+
+
+def _reach(table: Mapping[str, Any], longest: int) -> int:
+    factor, kind = table.get("factor"), table.get("rope_type")
+    if kind not in ("linear", "yarn") or factor is None:
+        return longest
+    original = table.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int(factor * (longest if original is None else original))

@@ -36,6 +36,9 @@ _OURS = frozenset(
 """Arguments of transformers' apply_chat_template that say what it returns: here that is always token ids."""
 
 
+_DEFAULTS = {"chat_template": None, "tools": None, "add_generation_prompt": True, "continue_final_message": False}
+
+
 class TemplateError(ValueError):
     """A chat template that cannot render a conversation: it raised, ran too long, or wrote too much."""
 
@@ -48,7 +51,7 @@ def options(explicit: Mapping[str, Any], extra: Mapping[str, Any] | None) -> dic
         raise ValueError(f"chat_template_kwargs holds {', '.join(wrong)}: chat always makes token ids of one conversation")
     if not all(isinstance(key, str) for key in extra or ()):
         raise TypeError(f"chat_template_kwargs is {shown(extra)}, and its keys must be names")
-    merged = {**explicit, **(extra or {})}
+    merged = {**_DEFAULTS, **explicit, **(extra or {})}
     for name in ("add_generation_prompt", "continue_final_message"):
         if not isinstance(merged[name], bool):
             raise TypeError(f"{name} is {shown(merged[name])}, and must be True or False")
