@@ -79,10 +79,14 @@ class LLM:
         **options: Any,
     ) -> None:
         _refuse_unknown(options)
+        _check_paths(spec=spec, generated=generated, tokenizer=tokenizer)
+        _check_names(load_format=load_format, mamba_ssm_cache_dtype=mamba_ssm_cache_dtype)
+        _check_flags(skip_tokenizer_init=skip_tokenizer_init, allow_edited=allow_edited, enable_sleep_mode=enable_sleep_mode)
         if enable_sleep_mode:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
+        nothing = isinstance(ignore_config, tuple) and not ignore_config
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
-                   "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None,
+                   "generated": generated, "head_dtype": head_dtype, "ignore_config": None if nothing else ignore_config,
                    "allow_edited": allow_edited or None, "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype}  # fmt: skip
         on_cuda = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
         if on_cuda and not options.get("enforce_eager"):
@@ -288,13 +292,31 @@ def _report_errors(errors: Sequence[str], outputs: list[RequestOutput], raises: 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+            if not any(value is allowed or (type(value) is type(allowed) and value == allowed) for allowed in _NEUTRAL[name]):
                 allowed = " or ".join(repr(each) for each in _NEUTRAL[name])
-                raise NotImplementedError(f"{name}={value!r} is not supported; only {allowed}")
+                raise NotImplementedError(f"{name}={shown(value)} is not supported; only {allowed}")
         elif name not in EngineOptions.names():
             near = get_close_matches(name, [*EngineOptions.names(), *_NEUTRAL], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise TypeError(f"LLM has no argument {name!r}; {hint}docs/parameters.md lists those it has")
+
+
+def _check_paths(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value)):
+            raise TypeError(f"{name} is {shown(value)}, and must be a name or path")
+
+
+def _check_names(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, str | None):
+            raise TypeError(f"{name} is {shown(value)}, and must be a name")
+
+
+def _check_flags(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {shown(value)}, and must be True or False")
 
 
 def _load(model: Any, loading: Mapping[str, Any]) -> Any:

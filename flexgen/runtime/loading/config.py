@@ -49,12 +49,12 @@ def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]
 def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
     config = outer[text_config]
     if not isinstance(config, dict):
-        raise ConfigError(f"{text_config} is {config!r}, and must be an object")
+        raise ConfigError(f"{text_config} is {shown(config)}, and must be an object")
     _take_outer(config, outer, text_config)
     whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
     if whole is not None and whole != text:
         raise ConfigError(
-            f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
+            f"tie_word_embeddings is {shown(whole)} in config.json and {shown(text)} in its {text_config}; make them agree"
         )
     return config
 
@@ -103,14 +103,14 @@ def _move_rope(config: dict[str, Any]) -> None:
         raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
     parameters = parameters or scaling or {}
     if not isinstance(parameters, dict):
-        raise ConfigError(f"rope_parameters is {parameters!r}, and must be an object")
+        raise ConfigError(f"rope_parameters is {shown(parameters)}, and must be an object")
     older = {key: config.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for table in nested or [parameters]:
         moved = {**older, "rope_type": table.pop("type", None)}
         for key, value in moved.items():
             if value is not None and table.setdefault(key, value) != value and key != "partial_rotary_factor":
-                raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
+                raise ConfigError(f"rope_parameters.{key} is {shown(table[key])}, and elsewhere in config.json {shown(value)}")
     config["rope_parameters"] = parameters or None
 
 
@@ -132,12 +132,12 @@ def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str |
         value = None if value is _MISSING else value
         if isinstance(wanted, Mapping):
             if isinstance(value, bool) or not isinstance(value, int | float) or value < wanted["min"]:
-                return f"{field} is {value!r}, and must be at least {wanted['min']}"
+                return f"{field} is {shown(value)}, and must be at least {wanted['min']}"
         else:
             allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
             if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
                 listed = " or ".join(repr(item) for item in allowed)
-                return f"{field} is {value!r}, and must be {listed}"
+                return f"{field} is {shown(value)}, and must be {listed}"
     return None
 
 
@@ -173,7 +173,7 @@ class Config:
         self.layers_by = layers_by
         self.read: set[str] = {"model_type", *require}
         if raw.get("model_type") not in model_types:
-            raise ConfigError(f"model_type is {raw.get('model_type')!r}, and this spec serves {', '.join(model_types)}")
+            raise ConfigError(f"model_type is {shown(raw.get('model_type'))}, and this spec serves {', '.join(model_types)}")
         reason = broken_fence(self.values, require)
         if reason is not None:
             raise ConfigError(f"{reason}: another spec describes that, or none does")
@@ -200,7 +200,7 @@ class Config:
         """True or false."""
         path, value = self._first(paths, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{path} is {value!r}, and must be true or false")
+            raise ConfigError(f"{path} is {shown(value)}, and must be true or false")
         return value
 
     def number(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int | float:
@@ -220,7 +220,7 @@ class Config:
         """The rotary table of one `rope_parameters` object."""
         parameters = self.optional(path)
         if not isinstance(parameters, dict) or not parameters:
-            raise ConfigError(f"{path} is {parameters!r}, and must be an object with at least rope_theta")
+            raise ConfigError(f"{path} is {shown(parameters)}, and must be an object with at least rope_theta")
         parameters = self._turning(path, parameters)
         max_position = self.int("max_position_embeddings", default=0)
         return Rope.bind(parameters, types=types, head_dim=head_dim, max_position=max_position)
@@ -250,7 +250,7 @@ class Config:
     def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
         path, value = self._present(paths, default)
         if nonzero and value == 0:
-            raise ConfigError(f"{path} is {value!r}, and the spec divides by it: it must not be 0")
+            raise ConfigError(f"{path} is {shown(value)}, and the spec divides by it: it must not be 0")
         return path, value
 
     def _present(self, paths: Sequence[str], default: Any) -> tuple[str, Any]:
@@ -277,7 +277,7 @@ class Config:
         if overrides is None or not isinstance(types, list):
             return _MISSING
         if not isinstance(overrides, dict):
-            raise ConfigError(f"per_layer_config is {overrides!r}, and must be an object of layer indices")
+            raise ConfigError(f"per_layer_config is {shown(overrides)}, and must be an object of layer indices")
         found: dict[Any, Any] = {}
         for index in (index for index, value in enumerate(types) if value == wanted):
             self.read.add(f"per_layer_config.{index}.{field}")
@@ -287,7 +287,7 @@ class Config:
                 found[index] = _look(self.values, field)
         distinct = {repr(value): value for value in found.values()}
         if len(distinct) > 1:
-            listed = ", ".join(f"{value!r} in layer {index}" for index, value in found.items())
+            listed = ", ".join(f"{shown(value)} in layer {index}" for index, value in found.items())
             raise ConfigError(f"per_layer_config must give all {wanted} layers one {field}, and gives {listed}")
         return next(iter(distinct.values()), _MISSING)
 
@@ -325,8 +325,8 @@ def check_packed(config: Mapping[str, Any]) -> None:
 
 def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ConfigError(f"ignore_config is {names!r}, and must be a list of names: [{names!r}]")
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"ignore_config is {shown(names)}, and must be a list of names")
     leaves = [path for path, _ in _leaves(config)]
     for name in names:
         if not any(path == name or path.startswith(f"{name}.") for path in leaves):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexgen.contract.abi import Layer, Pages, SharedPages, Slots, State, Step, Weight
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.loading.config import check_ignored, check_packed, normalise, read_config
@@ -88,7 +89,7 @@ class Model:
         """
         started = time.perf_counter()
         if load_format not in LOAD_FORMATS:
-            raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
+            raise ValueError(f"load_format is {shown(load_format)}, and must be one of {', '.join(LOAD_FORMATS)}")
         directory = Path(path).expanduser()
         raw = read_config(directory)
         package = load_package(choose(raw, spec, generated), allow_edited)
@@ -179,9 +180,11 @@ class Model:
     def _check_sizes(self, routes: Mapping[str, Mapping[str, int]]) -> None:
         for kind in ("model", *dict.fromkeys(self.dims.kinds)):
             for weight in self.table(kind):
-                if weight.present and min(weight.shape) < 1:
-                    shape = " x ".join(map(str, weight.shape))
-                    raise ConfigError(f"{weight.role} would be {shape} by config.json, and no size may be less than 1")
+                if weight.present and not all(isinstance(size, int) and size >= 1 for size in weight.shape):
+                    shape = shown(" x ".join(map(str, weight.shape)))
+                    raise ConfigError(
+                        f"{weight.role} would be {shape} by config.json, and each size must be a whole number, no less than 1"
+                    )
             counts = [weight.shape[0] for weight in self.table(kind) if weight.present and weight.layouts]
             for chosen in routes.get(kind, {}).values():
                 if not 1 <= chosen <= min(counts):
@@ -258,10 +261,10 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch without CUDA
-        raise ValueError(f"device is {wanted!r}, which torch cannot use here: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:  # the last from a torch without CUDA
+        raise ValueError(f"device is {shown(wanted)}, which torch cannot use here: {str(error).splitlines()[0]}") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {wanted!r}, and must be cpu or cuda")
+        raise ValueError(f"device is {shown(wanted)}, and must be cpu or cuda")
     return device
 
 
@@ -270,13 +273,15 @@ def _dtype(
 ) -> torch.dtype:
     """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
     listed = ", ".join(DTYPES)
+    if not isinstance(wanted, str | torch.dtype):
+        raise ValueError(f"{what} is {shown(wanted)}, and must be auto or one of {listed}")
     if wanted == "auto":
         name = next((c[key] for c in (config, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
-        if name not in DTYPES:
+        if not isinstance(name, str) or name not in DTYPES:
             raise ConfigError(f"config.json's dtype is {name!r}, and must be one of {listed}; or pass dtype=")
         return DTYPES[name]
     if wanted in DTYPES.values():
         return wanted
     if wanted not in DTYPES:
-        raise ValueError(f"{what} is {wanted!r}, and must be auto or one of {listed}")
+        raise ValueError(f"{what} is {shown(wanted)}, and must be auto or one of {listed}")
     return DTYPES[wanted]

@@ -15,7 +15,7 @@ from typing import Any
 
 from flexgen.assets import root
 from flexgen.contract.abi import ABI
-from flexgen.contract.json_files import read_object
+from flexgen.contract.json_files import read_object, shown
 from flexgen.errors import ConfigError, FlexgenError
 from flexgen.runtime.loading.config import broken_fence, merged, normalise
 
@@ -71,11 +71,11 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
         return packages[fitting[0]]
     if fitting:
         raise ConfigError(
-            f"several specs describe this checkpoint (model_type {raw.get('model_type')!r}), and no `require` of theirs rules it out: "
+            f"several specs describe this checkpoint (model_type {shown(raw.get('model_type'))}), and no `require` of theirs rules it out: "
             f"{', '.join(fitting)}; choose one with spec=NAME, or --spec NAME on the command line"
         )
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-    raise ConfigError(f"no spec describes this checkpoint (model_type {raw.get('model_type')!r}):{listed}")
+    raise ConfigError(f"no spec describes this checkpoint (model_type {shown(raw.get('model_type'))}):{listed}")
 
 
 def _ruled_out(folder: Path, raw: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
 
 MOST_POSITIONS = 2**24
@@ -142,12 +143,12 @@ def is_finite(value: object) -> bool:
 def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if not isinstance(kind, str) or kind not in _REQUIRED:
-        raise ConfigError(f"rope_parameters.rope_type is {kind!r}, flexgen knows {_listed(_REQUIRED)}")
+        raise ConfigError(f"rope_parameters.rope_type is {shown(kind)}, flexgen knows {_listed(_REQUIRED)}")
     if parameters.get("type", kind) != kind:
-        raise ConfigError(f"rope_parameters says both rope_type {kind!r} and type {parameters['type']!r}; remove one")
+        raise ConfigError(f"rope_parameters says both rope_type {shown(kind)} and type {shown(parameters['type'])}; remove one")
     if kind not in types:
         raise ConfigError(
-            f"rope_parameters.rope_type is {kind!r}, this spec allows {_listed(types)}; "
+            f"rope_parameters.rope_type is {shown(kind)}, this spec allows {_listed(types)}; "
             f"if the architecture does take {kind}, add it to the rope's types in the spec"
         )
     return kind
@@ -157,11 +158,11 @@ def _check_keys(kind: str, parameters: Mapping[str, Any]) -> None:
     required = _REQUIRED[kind] | {"rope_theta"}
     known = required | _OPTIONAL[kind] | _COMMON | _NO_EFFECT
     if missing := required - parameters.keys():
-        raise ConfigError(f"rope_parameters of type {kind!r} lacks {_listed(missing)}; config.json must give it")
+        raise ConfigError(f"rope_parameters of type {shown(kind)} lacks {_listed(missing)}; config.json must give it")
     if unknown := parameters.keys() - known:
         raise ConfigError(
-            f"rope_parameters of type {kind!r} has {_listed(unknown)}, which nothing reads; "
-            f"{kind!r} takes {_listed(known - _NO_EFFECT - {'type'})}"
+            f"rope_parameters of type {shown(kind)} has {_listed(unknown)}, which nothing reads; "
+            f"{shown(kind)} takes {_listed(known - _NO_EFFECT - {'type'})}"
         )
 
 
@@ -171,14 +172,14 @@ def _number(kind: str, parameters: Mapping[str, Any], key: str) -> float | None:
     if value is None and kind == "yarn" and key in ("factor", *_YARN):
         return None
     if isinstance(value, bool) or not is_finite(value):
-        raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be a number")
+        raise ConfigError(f"rope_parameters.{key} is {shown(value)}, it must be a number")
     return value
 
 
 def _flag(parameters: Mapping[str, Any], key: str) -> bool:
     value = parameters[key]
     if not isinstance(value, bool):
-        raise ConfigError(f"rope_parameters.{key} is {value!r}, it must be true or false")
+        raise ConfigError(f"rope_parameters.{key} is {shown(value)}, it must be true or false")
     return value
 
 
@@ -272,7 +273,7 @@ def checked_length(config: Mapping[str, Any]) -> int | None:
     longest = config.get("max_position_embeddings")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or not 1 < longest <= MOST_POSITIONS):
         raise ConfigError(
-            f"max_position_embeddings is {longest!r}, and must be a whole number from 2 to {MOST_POSITIONS}"
+            f"max_position_embeddings is {shown(longest)}, and must be a whole number from 2 to {MOST_POSITIONS}"
         )
     return longest
 

@@ -55,7 +55,7 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs takes exactly one of {', '.join(kinds)}; got {found}")
         self._check_types()
         if self.choice is not None and (isinstance(self.choice, str) or not all(_is_text(c) for c in self.choice)):
-            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {self.choice!r}")
+            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {shown(self.choice)}")
         if self.disable_any_whitespace and self.json is None:
             raise ValueError("structured_outputs.disable_any_whitespace has an effect on json only")
 
@@ -162,10 +162,11 @@ class SamplingParams:
             raise ValueError(f"n={self.n} with temperature={self.temperature}: greedy answers are all the same; use n=1")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         _instance("output_kind", self.output_kind, RequestOutputKind)
-        if self.return_routed_experts is not None and not isinstance(self.return_routed_experts, bool):
-            raise ValueError(f"return_routed_experts must be True, False or None, got {self.return_routed_experts!r}")
+        for name in ("return_routed_experts", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"{name} must be True, False or None, got {shown(getattr(self, name))}")
         if self.structured_outputs is not None:
             _instance("structured_outputs", self.structured_outputs, StructuredOutputsParams)
 
@@ -202,11 +203,11 @@ class SamplingParams:
             self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
         for name in ("bad_words", "logits_processors"):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence | None):
-                raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a list, got {shown(getattr(self, name))}")
         if not all(_is_text(word) for word in self.bad_words or ()):
-            raise ValueError(f"bad_words must be non-empty strings, got {self.bad_words!r}")
+            raise ValueError(f"bad_words must be non-empty strings, got {shown(self.bad_words)}")
         if not all(callable(processor) for processor in self.logits_processors or ()):
-            raise ValueError(f"logits_processors must be callables, got {self.logits_processors!r}")
+            raise ValueError(f"logits_processors must be callables, got {shown(self.logits_processors)}")
 
 
 _FLAGS = (
@@ -224,21 +225,21 @@ def _is_text(value: object) -> bool:
 
 def _instance(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+        raise ValueError(f"{name} must be a {kind.__name__}, got {shown(value)}")
 
 
 def _integer(name: str, value: object, low: int, high: int | None, hint: str = "") -> None:
     limit = f"at least {low}" if high is None else f"from {low} to {high}"
     limit += f" ({hint})" if hint else ""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be an int {limit}, got {value!r}")
+        raise ValueError(f"{name} must be an int {limit}, got {shown(value)}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}={value} is out of range: it must be {limit}")
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+        raise ValueError(f"{name} must be a number, got {shown(value)}")
     if not low <= value <= high or (open_low and value == low):
         raise ValueError(f"{name}={value} is out of range: it must be in {'(' if open_low else '['}{low:g}, {high:g}]")
 

@@ -93,7 +93,7 @@ def _check_directory(tokenizer: str | Path, vocab: int) -> None:
     """Raises FlexgenError for a directory that holds no tokenizer: transformers makes up one of a single token there."""
     directory = Path(tokenizer)
     if not directory.is_dir():
-        raise FlexgenError(f"tokenizer is {str(tokenizer)!r}, which is no directory; nothing is downloaded{_WITHOUT}")
+        raise FlexgenError(f"tokenizer is {shown(str(tokenizer))}, which is no directory; nothing is downloaded{_WITHOUT}")
     if not any((directory / name).is_file() for name in _FILES):
         raise FlexgenError(f"no tokenizer could be read from {tokenizer}: it has none of the files {', '.join(_FILES)}{_WITHOUT}")
     file, most = directory / "tokenizer.json", 2**24 + 400 * vocab
@@ -112,7 +112,7 @@ def _check_made_up(tokenizer: Any, source: str | Path) -> None:
 def _ids(value: int | Sequence[int] | None) -> Sequence[int]:
     ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
     if not all(type(token) is int for token in ids):
-        raise ConfigError(f"eos_token_id is {value!r}, and must be a token id or a list of them")
+        raise ConfigError(f"eos_token_id is {shown(value)}, and must be a token id or a list of them")
     return ids
 
 

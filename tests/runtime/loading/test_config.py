@@ -325,7 +325,7 @@ def test_another_abi_names_the_build_command(tmp_path):
         ({"num_experts_per_tok": 0}, "send each token to 0 of 8 experts by config.json"),
         ({"num_experts_per_tok": 9}, "send each token to 9 of 8 experts by config.json"),
         ({"num_hidden_layers": 10**9}, "gives the model 1000000000 layers, and 10000 is the most"),
-        ({"moe_intermediate_size": 0}, "no size may be less than 1"),
+        ({"moe_intermediate_size": 0}, "each size must be a whole number, no less than 1"),
         ({"quantization_config": {"quant_method": "fp8"}}, "this checkpoint is quantised by 'fp8', .*FineGrainedFP8Config"),
     ],
 )
