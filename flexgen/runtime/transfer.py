@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
@@ -78,7 +79,9 @@ class Download:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory that a device has: a GPU's own, or the host's."""
+    """All memory that a device has: a GPU's own, or the host's. Tensors on `meta` take none."""
+    if device.type == "meta":
+        return sys.maxsize
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -151,7 +151,7 @@ def sampling_case(llm, seed):
 
 
 def test_any_sampling_parameters(llm):
-    assert 40 < sum(sampling_case(llm, seed) for seed in range(800)) < 700
+    assert 20 < sum(sampling_case(llm, seed) for seed in range(800)) < 700
 
 
 @pytest.mark.slow

@@ -239,7 +239,7 @@ class Config:
         if name in self.ignore:
             return {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
         raise ConfigError(
-            f"{name} is {shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{name!r}]); if "
+            f"{name} is {shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{shown(name)}]); if "
             "the family does turn a part, state its default in the spec's `checkpoint.defaults`"
         )
 
@@ -326,13 +326,13 @@ def check_packed(config: Mapping[str, Any]) -> None:
 def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"ignore_config is {shown(names)}, and must be a list of names")
+        raise ConfigError(f"ignore_config is {shown(names)}, and must be a list of names: [{shown(names)}]")
     leaves = [path for path, _ in _leaves(config)]
     for name in names:
         if not any(path == name or path.startswith(f"{name}.") for path in leaves):
             near = get_close_matches(name, leaves, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave it out"
-            raise ConfigError(f"ignore_config names {name!r}, and config.json has no such field; {hint}")
+            raise ConfigError(f"ignore_config names {shown(name)}, and config.json has no such field; {hint}")
 
 
 def _leaves(node: Any, prefix: str = "") -> list[tuple[str, Any]]:

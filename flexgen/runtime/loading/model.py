@@ -94,10 +94,7 @@ class Model:
         raw = read_config(directory)
         package = load_package(choose(raw, spec, generated), allow_edited)
         config = normalise(raw, package.manifest["text_config"])
-        check_ignored(config, ignore_config)
-        if "quantization_config" in package.walker.IGNORE and "quantization_config" not in ignore_config:
-            check_packed(config)
-        dims = package.walker.Dims.from_config(config, tuple(ignore_config))
+        dims = _dims(package, config, ignore_config)
         where = _device(device)
         model = cls(package, dims, config, _dtype(dtype, config, raw), where)
         model.directory = directory
@@ -256,6 +253,14 @@ class Model:
             self.state[name] = Slots({key: (shape, own and dtype) for key, (shape, own) in tensors.items()})
 
 
+def _dims(package: Package, config: dict[str, Any], ignore_config: Sequence[str]) -> Any:
+    """The numbers of a checkpoint, `ignore_config` being fields that its caller lets pass unread."""
+    check_ignored(config, ignore_config)
+    if "quantization_config" in package.walker.IGNORE and "quantization_config" not in ignore_config:
+        check_packed(config)
+    return package.walker.Dims.from_config(config, tuple(ignore_config))
+
+
 def _device(wanted: str | torch.device | None) -> torch.device:
     """The device asked for; a CUDA one if there is any, else the host, where none is."""
     try:
@@ -278,7 +283,7 @@ def _dtype(
     if wanted == "auto":
         name = next((c[key] for c in (config, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
         if not isinstance(name, str) or name not in DTYPES:
-            raise ConfigError(f"config.json's dtype is {name!r}, and must be one of {listed}; or pass dtype=")
+            raise ConfigError(f"config.json's dtype is {shown(name)}, and must be one of {listed}; or pass dtype=")
         return DTYPES[name]
     if wanted in DTYPES.values():
         return wanted

@@ -17,10 +17,10 @@ from tests.runtime.toy import Toy
 torch.set_num_threads(1)
 
 
-def finish(params, count=1, prompts=None):
+def finish(params, **options):
     """The groups of `params`, all run together."""
     toy = Toy(vocab=340)
-    engine = Engine(toy, Tokens(small_tokenizer(), {}, {}, 340), EngineOptions(200, 4, num_gpu_blocks_override=60))
+    engine = Engine(toy, Tokens(small_tokenizer(), {}, {}, 340), EngineOptions(200, 4, num_gpu_blocks_override=60, **options))
     groups = [engine.add(str(i), [5 + i], each) for i, each in enumerate(params)]
     while engine.unfinished:
         engine.step()
@@ -142,8 +142,8 @@ def test_bad_words_are_barred_with_and_without_a_space_before():
     assert bad_word_ids(["dog", " lazy dog", "x"], vocabulary.__getitem__) == [(3,), (4,), (5, 4), (6, 4), (7,)]
 
 
-def test_rules_that_allow_nothing_are_an_error_of_that_request():
-    _engine, answers = finish(
-        [SamplingParams(allowed_token_ids=[9], bad_words=[small_tokenizer().decode([9])]), SamplingParams(max_tokens=4)]
-    )
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_rules_that_allow_nothing_are_an_error_of_that_request(mode):
+    nothing = SamplingParams(allowed_token_ids=[9], bad_words=[small_tokenizer().decode([9])])
+    _engine, answers = finish([nothing, SamplingParams(max_tokens=4)], logprobs_mode=mode)
     assert answers[0].finish_reason == "error" and answers[1].finish_reason in ("stop", "length")
