@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from flexgen.runtime.loading.model import Model
+from flexgen.verify.harness import Harness
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tiny import SPECS, Bench, expected, prompt, saved
+from tiny import SPECS, expected, prompt, saved
 
 LIMIT = 1e-3
 CHUNKS = (1, 16, 3, 19, 1)
@@ -28,8 +29,8 @@ def errors(spec: str, device: str) -> list[float]:
     tokens = prompt(sum(CHUNKS))
     wanted = expected(reference, tokens)
     model = Model.load(folder, dtype="float32", device=device)
-    whole, bench = Bench(model).run({0: tokens})[0], Bench(model)
-    parts = [bench.run({1: chunk.tolist()})[1] for chunk in torch.tensor(tokens).split(CHUNKS)]
+    whole, bench = Harness(model).feed({0: tokens})[0], Harness(model)
+    parts = [bench.feed({1: chunk.tolist()})[1] for chunk in torch.tensor(tokens).split(CHUNKS)]
     return [(logits.cpu() - wanted).abs().max().item() for logits in (whole, torch.cat(parts))]
 
 

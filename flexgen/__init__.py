@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "AsyncEngine": "flexgen.runtime.async_engine",
     "CompletionOutput": "flexgen.runtime.requests.outputs",
+    "GenerationError": "flexgen.runtime.requests.outputs",
     "LLM": "flexgen.runtime.llm",
     "Logprob": "flexgen.runtime.requests.outputs",
     "LoRARequest": "flexgen.runtime.requests.params",
@@ -20,6 +21,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "GenerationError",
     "LoRARequest",
     "Logprob",
     "RequestOutput",

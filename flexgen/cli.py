@@ -329,12 +329,13 @@ def generate(
 ) -> None:
     """Continue prompts from arguments, a file or stdin, streaming."""
     from flexgen import LLM, SamplingParams
+    from flexgen.runtime.requests.templates import options
 
     prompts = list(prompt or ())
     if file is not None:
-        prompts += _lines(sys.stdin.read() if str(file) == "-" else _read(file))
+        prompts += _lines(sys.stdin.read().removeprefix("\ufeff") if str(file) == "-" else _read(file))
     if not prompts and not sys.stdin.isatty():
-        prompts = _lines(sys.stdin.read())
+        prompts = _lines(sys.stdin.read().removeprefix("\ufeff"))
     if not prompts:
         raise UsageError("no prompt: give -p TEXT, -f FILE, or text on stdin")
     llm = LLM(model=str(model), spec=spec)
@@ -343,10 +344,7 @@ def generate(
         given: str | dict[str, list[int]] = text
         if chat:
             message = [{"role": "user", "content": text}]
-            template = llm.get_tokenizer().apply_chat_template
-            given = {
-                "prompt_token_ids": template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-            }
+            given = {"prompt_token_ids": llm.llm_engine.tokens.chat(message, **options({}, None))}
         shown = 0
         for output in llm.stream([given], params):
             grown = output.outputs[0].text
@@ -357,7 +355,7 @@ def generate(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")  # some editors put a mark of byte order first
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: byte {error.start} is not UTF-8: save the prompts as UTF-8") from None
 

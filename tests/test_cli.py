@@ -229,3 +229,11 @@ def test_a_reader_that_leaves_early_is_no_error(buffering):
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() in (1, -signal.SIGPIPE)
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_prompt(tmp_path):
+    from flexgen.cli import _lines, _read
+
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffthe fox\na dog\n".encode())
+    assert _lines(_read(file)) == ["the fox", "a dog"]

@@ -9,6 +9,8 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flexgen.contract.ignored import NO_EFFECT, OUTSIDE, OUTSIDE_ENDINGS, STATED
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
 
 
@@ -27,16 +29,48 @@ def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]
 def _text_part(outer: dict[str, Any], text_config: str) -> dict[str, Any]:
     config = outer[text_config]
     if not isinstance(config, dict):
-        raise ConfigError(f"{text_config} is {config!r}, and must be an object")
-    for field in ("model_type", "tie_word_embeddings"):
-        if config.get(field) is None and outer.get(field) is not None:
-            config[field] = outer[field]
+        raise ConfigError(f"{text_config} is {shown(config)}, and must be an object")
+    _take_outer(config, outer, text_config)
     whole, text = outer.get("tie_word_embeddings"), config.get("tie_word_embeddings")
     if whole is not None and whole != text:
         raise ConfigError(
-            f"tie_word_embeddings is {whole!r} in config.json and {text!r} in its {text_config}; make them agree"
+            f"tie_word_embeddings is {shown(whole)} in config.json and {shown(text)} in its {text_config}; make them agree"
         )
     return config
+
+
+def _take_outer(config: dict[str, Any], outer: Mapping[str, Any], text_config: str) -> None:
+    """What the fields beside the text part mean for it, as transformers reads them.
+
+    The ids that end a text and the dtype are the outer ones', where there are any; model_type and tie_word_embeddings are
+    those of the text part, if it has its own. Fields of other modalities say nothing about text; any other must repeat what
+    the text part says, else it is kept as `outside.NAME`, which nothing reads.
+    """
+    for field in ("model_type", "tie_word_embeddings", "quantization_config"):
+        if config.get(field) is None and outer.get(field) is not None:
+            config[field] = outer[field]
+    if outer.get("eos_token_id") is not None:
+        config["eos_token_id"] = outer["eos_token_id"]
+    if (dtype := outer.get("dtype") or outer.get("torch_dtype")) is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    decided = {text_config, "model_type", "tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype"}
+    left = {
+        field: value
+        for field, value in outer.items()
+        if value is not None
+        and field not in decided | NO_EFFECT.keys() | OUTSIDE.keys()
+        and not field.endswith(OUTSIDE_ENDINGS)
+        and not (field in config and config[field] == value)
+        and not is_stated(field, value)
+    }
+    if left:
+        config["outside"] = left
+
+
+def is_stated(path: str, value: object) -> bool:
+    """Whether a field says what every family does anyway where its spec does not read it."""
+    return any(value == given and type(value) is type(given) for given in STATED.get(path, ((), ""))[0])
 
 
 def _move_rope(config: dict[str, Any]) -> None:
@@ -49,14 +83,14 @@ def _move_rope(config: dict[str, Any]) -> None:
         raise ConfigError("config.json has both rope_parameters and rope_scaling, and they differ; remove one")
     parameters = parameters or scaling or {}
     if not isinstance(parameters, dict):
-        raise ConfigError(f"rope_parameters is {parameters!r}, and must be an object")
+        raise ConfigError(f"rope_parameters is {shown(parameters)}, and must be an object")
     older = {key: config.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for table in nested or [parameters]:
         moved = {**older, "rope_type": table.pop("type", None)}
         for key, value in moved.items():
             if value is not None and table.setdefault(key, value) != value and key != "partial_rotary_factor":
-                raise ConfigError(f"rope_parameters.{key} is {table[key]!r}, and elsewhere in config.json {value!r}")
+                raise ConfigError(f"rope_parameters.{key} is {shown(table[key])}, and elsewhere in config.json {shown(value)}")
     config["rope_parameters"] = parameters or None
 
 
@@ -85,7 +119,7 @@ def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str |
         if not holds(value, wanted):
             is_least = isinstance(wanted, Mapping)
             listed = f"at least {wanted['min']}" if is_least else " or ".join(repr(item) for item in _allowed(wanted))
-            return f"{field} is {value!r}, and must be {listed}"
+            return f"{field} is {shown(value)}, and must be {listed}"
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
 
 _MOST_LAYERS = 10_000
@@ -67,7 +68,7 @@ def at(indices: Sequence[int] | None, target: Target, when: object = True) -> Ru
     if indices is None:
         return NOTHING
     if not isinstance(indices, list | tuple):
-        raise ConfigError(f"a schedule's layer indices are {indices!r}, and must be a list")
+        raise ConfigError(f"a schedule's layer indices are {shown(indices)}, and must be a list")
     listed = {_count(index, "a schedule lists layer") for index in indices}
     return _where(lambda index, layers: index in listed, target, when)
 
@@ -77,7 +78,7 @@ def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = Tr
     if values is None or not when:
         return NOTHING
     if not isinstance(values, list | tuple):
-        raise ConfigError(f"the layer types are {values!r}, and must be a list with one value a layer")
+        raise ConfigError(f"the layer types are {shown(values)}, and must be a list with one value a layer")
     listed = values
 
     def choose(index: int, layers: int, before: str | None) -> str | None:
@@ -86,7 +87,7 @@ def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = Tr
         value = listed[index]
         if not isinstance(value, str) or value not in kinds:
             known = ", ".join(kinds)
-            raise ConfigError(f"layer {index} has type {value!r}, which this spec does not describe; it knows {known}")
+            raise ConfigError(f"layer {index} has type {shown(value)}, which this spec does not describe; it knows {known}")
         return kinds[value]
 
     return Rule(choose)
@@ -115,7 +116,7 @@ def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:
 
 def _count(value: object, what: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what} {value!r} by config.json, which must be a whole number of at least {least}")
+        raise ConfigError(f"{what} {shown(value)} by config.json, which must be a whole number of at least {least}")
     return value
 
 

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from flexgen.errors import FlexgenError
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.llm import LLM
-from flexgen.runtime.requests.outputs import RequestOutput
+from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.prompts import Prompt, parse_prompt
 from flexgen.runtime.requests.request import RequestGroup
 
+_CLOSED = "this AsyncEngine is closed"
+
 
 class _Stream:
-    """One caller's outputs, handed from the engine's thread to the caller's event loop."""
+    """One caller's outputs, handed from the engine's thread to the caller's event loop. `group` is None until it is added."""
 
-    def __init__(self, group: RequestGroup, loop: asyncio.AbstractEventLoop) -> None:
-        self.group, self.version = group, 0
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id, self.version = request_id, 0
+        self.group: RequestGroup | None = None
         self._loop, self._items = loop, asyncio.Queue[RequestOutput | Exception]()
 
-    def put(self, item: RequestOutput | Exception) -> None:
-        if not self._loop.is_closed():
+    def put(self, item: RequestOutput | Exception) -> bool:
+        """-> whether somebody may still take it: False once the caller's loop is closed."""
+        try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # what asyncio raises on a closed loop
+            if not self._loop.is_closed():
+                raise
+            return False
+        return True
 
     async def get(self) -> RequestOutput:
         item = await self._items.get()
@@ -36,18 +46,45 @@ class _Stream:
         return item
 
 
+class _Job:
+    """Work for the engine's thread. Its future is claimed before the work, so that a cancelled caller's is never run."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._work = work
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._work())
+        except Exception as error:
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(_ended(error))
+            raise
+
+    def refuse(self, error: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
 class AsyncEngine:
     """`async for output in engine.generate(prompt, params, request_id)`, from any number of tasks.
 
-    Takes the arguments of `LLM`. If a step fails, every caller gets the error and the engine goes on with new requests.
+    Takes the arguments of `LLM`. If a step fails, every caller gets the error and the engine goes on with new requests. If
+    the engine's thread ends, every caller that waits gets the cause, and so does every later call.
     """
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         self._llm = LLM(model, **arguments)
         self._engine: Engine = self._llm.llm_engine
         self._streams: dict[str, _Stream] = {}
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._closed = False
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._ended: FlexgenError | None = None
+        self._closing = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="flexgen-engine", daemon=True)
         self._thread.start()
 
@@ -61,23 +98,26 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answer as it grows (by the parameters' `output_kind`); a caller that stops listening aborts it.
 
-        Raises ValueError for a prompt, parameter or request_id that cannot be served.
+        Raises ValueError for a prompt, parameter or request_id that cannot be served, and GenerationError, which holds
+        what there is of the answers, for one that failed while it ran.
         """
         if lora_request is not None:
             raise NotImplementedError("lora_request is not supported yet")
-        loop = asyncio.get_running_loop()
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id is {request_id!r}, and must be text")
+        stream = _Stream(request_id, asyncio.get_running_loop())
         text, ids = parse_prompt(prompt, self._engine.tokens)
         params = SamplingParams() if sampling_params is None else sampling_params
-        stream = await self._on_thread(lambda: self._add(request_id, ids, params, text, timeout, loop))
+        adding = self._submit(lambda: self._add(stream, ids, params, text, timeout))
         try:
+            await asyncio.wrap_future(adding)
             while True:
                 output = await stream.get()
                 yield output
                 if output.finished:
                     return
         finally:
-            if not stream.group.finished and not self._closed:
-                self._submit(lambda: self._abort(request_id))
+            self._abandon(stream, adding)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its caller gets what was generated, with finish_reason "abort". Unknown ids do nothing."""
@@ -97,66 +137,97 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Abort everything and stop the thread. Callers that still listen get their outputs so far."""
-        if not self._closed:
-            self._submit(self._shut)
+        self._check_process()
+        with self._gate:
+            if self._ended is None and not self._closing:
+                self._closing = True
+                self._jobs.put(_Job(self._shut))
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     # ------------------------------------------------------------ on the caller's side
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Run `work` on the engine's thread, between two steps."""
-        if self._closed:
-            raise FlexgenError("this AsyncEngine is closed")
-        future: Future[Any] = Future()
+        self._check_process()
+        job = _Job(work)
+        with self._gate:
+            if self._ended is not None or self._closing:
+                raise FlexgenError(str(self._ended or _CLOSED)) from (self._ended and self._ended.__cause__)
+            self._jobs.put(job)
+        return job.future
 
-        def job() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        return future
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise FlexgenError(
+                f"this AsyncEngine belongs to process {self._process}, and a fork has no thread to run it: make an engine "
+                "in the process that uses it"
+            )
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._submit(work))
 
+    def _abandon(self, stream: _Stream, adding: Future[Any]) -> None:
+        """End what a caller that listens no more has left: a request that waits to be added, is being added, or runs."""
+        adding.cancel()
+        if (stream.group is not None and stream.group.finished) or os.getpid() != self._process:
+            return
+        with self._gate:
+            if self._ended is None and not self._closing:
+                self._jobs.put(_Job(lambda: self._end(stream)))
+
     # ------------------------------------------------------------ on the engine's thread
 
     def _run(self) -> None:
-        while not self._closed:
-            self._do_jobs(wait=not self._engine.unfinished)
-            if self._engine.unfinished:
-                self._step()
+        """Until it is closed. Whatever ends it, nobody waits for it any more."""
+        ended = FlexgenError(_CLOSED)
+        try:
+            while not (self._closing and self._jobs.empty() and not self._engine.unfinished):
+                self._do_jobs(wait=not self._engine.unfinished)
+                if self._engine.unfinished:
+                    self._step()
+        except BaseException as error:
+            ended = _ended(error)
+            raise
+        finally:
+            self._give_up(ended)
+
+    def _give_up(self, error: FlexgenError) -> None:
+        """Fail everybody who waits, now and later."""
+        with self._gate:
+            self._ended = error
+        while not self._jobs.empty():
+            self._jobs.get().refuse(error)
+        for stream in self._streams.values():
+            stream.put(error)
+        self._streams.clear()
 
     def _do_jobs(self, wait: bool) -> None:
         if wait:
-            self._jobs.get()()
+            self._jobs.get().run()
         while not self._jobs.empty():
-            self._jobs.get()()
+            self._jobs.get().run()
 
     def _add(
-        self,
-        request_id: str,
-        ids: list[int],
-        params: SamplingParams,
-        text: str | None,
-        timeout: float | None,
-        loop: asyncio.AbstractEventLoop,
-    ) -> _Stream:
-        if request_id in self._streams:
-            raise ValueError(f"request_id={request_id!r} is running already; ids must differ")
-        stream = _Stream(self._engine.add(request_id, ids, params, text, timeout), loop)
-        self._streams[request_id] = stream
-        return stream
+        self, stream: _Stream, ids: Sequence[int], params: SamplingParams, text: str | None, timeout: float | None
+    ) -> None:
+        if stream.request_id in self._streams:
+            raise ValueError(f"request_id={stream.request_id!r} is running already; ids must differ")
+        stream.group = self._engine.add(stream.request_id, ids, params, text, timeout)
+        self._streams[stream.request_id] = stream
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
             self._engine.abort(self._streams[request_id].group)
             self._deliver()
 
+    def _end(self, stream: _Stream) -> None:
+        """Forget a stream that nobody reads, and end its request."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort(stream.group)
+
     def _shut(self) -> None:
-        self._closed = True
         self._engine.abort_all()
         self._deliver()
 
@@ -170,14 +241,34 @@ class AsyncEngine:
         self._deliver()
 
     def _deliver(self) -> None:
-        for request_id, stream in list(self._streams.items()):
+        for stream in list(self._streams.values()):
             group = stream.group
+            assert group is not None  # streams are listed once they are added
             if group.version == stream.version:
                 continue
             stream.version = group.version
-            if group.finished:
-                del self._streams[request_id]
-            if group.error:
-                stream.put(FlexgenError(group.error))
-            elif group.finished or group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                stream.put(group.output())
+            try:
+                heard = self._hand_over(stream)
+            except Exception as error:  # of this answer's text, say: it is its caller's alone
+                heard = False
+                stream.put(error)
+            if not heard:
+                self._end(stream)
+
+    def _hand_over(self, stream: _Stream) -> bool:
+        """Give a stream's caller what is new. -> whether somebody may still listen."""
+        group = stream.group
+        assert group is not None
+        if group.finished:
+            del self._streams[stream.request_id]
+            output = group.output()
+            stream.put(GenerationError(group.error, [output]) if group.error else output)
+        elif group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            return stream.put(group.output())
+        return True
+
+
+def _ended(error: BaseException) -> FlexgenError:
+    ended = FlexgenError(f"the engine's thread ended: {type(error).__name__}: {error}; make another AsyncEngine")
+    ended.__cause__ = error
+    return ended

@@ -11,7 +11,6 @@ from functools import wraps
 from itertools import repeat
 from typing import Any
 
-from flexgen.errors import FlexgenError
 from flexgen.runtime.execution import start
 from flexgen.runtime.execution.runner import InFlight, Runner
 from flexgen.runtime.execution.step import DeviceStep
@@ -195,11 +194,8 @@ class Engine:
     ) -> None:
         """One token, its logprob and rank, and the ids and logprobs of the most likely ones."""
         token, logprob, _ = chosen
-        if logprob != logprob:
-            request.error = (
-                f"token {request.produced} of request {self._groups[request].request_id} has no probability: the "
-                "model's logits are NaN, or its rules together allow no token"
-            )
+        if fault := self._fault(request, token, logprob):
+            request.error = f"token {request.produced} of request {self._groups[request].request_id} {fault}"
             self._finish(request, "error")
             return
         self.metrics.generated_tokens += 1
@@ -211,6 +207,15 @@ class Engine:
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason, request.stop_reason)
 
+    def _fault(self, request: Request, token: int, logprob: float) -> str | None:
+        """Why a token cannot be taken, None where it can; the request's own rules then know it."""
+        fault = None if request.rules is None else request.rules.fault
+        if fault is None and logprob != logprob:
+            fault = "has no probability: the model's logits are NaN, or its rules together allow no token"
+        if fault is None and request.rules is not None:
+            fault = request.rules.accept(token)
+        return fault
+
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         request.finish(reason, stop_reason)
         self.scheduler.remove(request)
@@ -218,9 +223,6 @@ class Engine:
         group.version += 1
         self.metrics.finished_requests += reason not in ("abort", "error")
 
-    def raise_error(self, group: RequestGroup) -> None:
-        if group.error:
-            raise FlexgenError(group.error)
 
 
 def _prefix_caching(model: ServedModel, options: EngineOptions) -> bool:

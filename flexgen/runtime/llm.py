@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -11,18 +12,23 @@ from typing import Any
 
 import torch
 
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.execution import regional
 from flexgen.runtime.garbage import few_collections
+from flexgen.runtime.loading.rope import checked_length, stretched_length
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.report import memory_report
-from flexgen.runtime.requests.outputs import RequestOutput
+from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind
 from flexgen.runtime.requests.prompts import Params, Prompt, params_list, parse_prompt, prompt_list
 from flexgen.runtime.requests.request import RequestGroup
+from flexgen.runtime.requests.templates import options
 from flexgen.runtime.requests.tokens import Tokens
 from flexgen.runtime.served import ServedModel
+
+log = logging.getLogger(__name__)
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
@@ -58,6 +64,7 @@ class LLM:
         spec: str | os.PathLike[str] | None = None,
         generated: str | os.PathLike[str] | None = None,
         ignore_config: Sequence[str] = (),
+        allow_edited: bool = False,
         head_dtype: str | torch.dtype | None = None,
         mamba_ssm_cache_dtype: str | None = None,
         max_model_len: int | None = None,
@@ -65,17 +72,21 @@ class LLM:
         **options: Any,
     ) -> None:
         _refuse_unknown(options)
+        _check_paths(spec=spec, generated=generated, tokenizer=tokenizer)
+        _check_names(load_format=load_format, mamba_ssm_cache_dtype=mamba_ssm_cache_dtype)
+        _check_flags(skip_tokenizer_init=skip_tokenizer_init, allow_edited=allow_edited, enable_sleep_mode=enable_sleep_mode)
         if enable_sleep_mode:
             raise NotImplementedError("enable_sleep_mode=True is not supported yet")
+        nothing = isinstance(ignore_config, tuple) and not ignore_config
         loading = {"dtype": dtype, "device": device, "load_format": load_format, "spec": spec,
-                   "generated": generated, "head_dtype": head_dtype, "ignore_config": ignore_config or None,
-                   "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype}  # fmt: skip
+                   "generated": generated, "head_dtype": head_dtype, "ignore_config": None if nothing else ignore_config,
+                   "allow_edited": allow_edited or None, "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype}  # fmt: skip
         on_cuda = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
         if on_cuda and not options.get("enforce_eager"):
             regional.prepare()  # reading the weights takes longer
         self.model = _load(model, {name: value for name, value in loading.items() if value is not None})
         self._directory = self.model.directory
-        source = None if skip_tokenizer_init else tokenizer or self._directory
+        source = None if skip_tokenizer_init else Path(tokenizer) if tokenizer else self._directory
         tokens = Tokens.load(source, self._directory, self.model.config, self.model.dims.vocab)
         sizes = {name: value for name, value in options.items() if name not in _NEUTRAL and value is not None}
         self.llm_engine = Engine(self.model, tokens, EngineOptions(_max_model_len(self.model, max_model_len), **sizes))
@@ -88,12 +99,14 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
         timeout: float | None = None,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts, in their order. One SamplingParams for all, or one each.
 
-        `timeout` is in seconds for each request; one that runs out ends with finish_reason "abort". Raises ValueError for
-        a prompt or parameter that cannot be served, before anything runs, and FlexgenError if the model's logits were
-        NaN. Interrupted, it frees all that it held.
+        `timeout` is in seconds for each request; one that runs out ends with finish_reason "abort". One that fails while
+        it runs (NaN logits, a logits processor that raises) ends with "error" and says why, and the others go on; with
+        `raise_on_error` GenerationError is raised at the end, which holds all outputs. Raises ValueError for a prompt or
+        parameter that cannot be served, before anything runs. Interrupted, it frees all that it held.
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         try:
@@ -103,9 +116,9 @@ class LLM:
                     progress.update()
         finally:
             self._abort_all(groups)
-        for group in groups:
-            self.llm_engine.raise_error(group)
-        return [group.output() for group in groups]
+        outputs = [group.output() for group in groups]
+        _report_errors([group.error for group in groups if group.error], outputs, raise_on_error)
+        return outputs
 
     def chat(
         self,
@@ -113,30 +126,26 @@ class LLM:
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the tokenizer's chat template (it writes BOS, once)."""
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message=True continues the last message: set add_generation_prompt=False")
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise TypeError(f"messages is a list of messages, or of such lists; got {messages!r}")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        template = dict(chat_template_kwargs or {}) | {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": None if tools is None else list(tools),
-        }
+        conversations: Any = messages if messages and isinstance(messages[0], list | tuple) else [messages]
+        explicit = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continue_final_message}  # fmt: skip
+        template = options(explicit, chat_template_kwargs)
         prompts = [
             {"prompt_token_ids": self.llm_engine.tokens.chat(conversation, **template)}
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, timeout, raise_on_error)
 
     def stream(
         self,
@@ -147,7 +156,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield a RequestOutput each time a request has grown, the last with `finished`. Closing it aborts the rest.
 
-        Nothing happens, and no error is raised, before the first output is asked for.
+        Nothing happens, and no error is raised, before the first output is asked for. A request that fails while it runs
+        ends with finish_reason "error" and says why.
         """
         groups = self._add_all(prompts, sampling_params, lora_request, timeout)
         seen = dict.fromkeys(groups, 0)
@@ -157,7 +167,6 @@ class LLM:
                     self.llm_engine.step()
                 for group in [group for group, version in seen.items() if group.version != version]:
                     seen[group] = group.version
-                    self.llm_engine.raise_error(group)
                     if group.finished:
                         del seen[group]
                     if group.finished or group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
@@ -210,16 +219,41 @@ class LLM:
             self.llm_engine.abort(group)
 
 
+def _report_errors(errors: Sequence[str], outputs: list[RequestOutput], raises: bool) -> None:
+    if errors and raises:
+        raise GenerationError(f"{len(errors)} of {len(outputs)} prompts failed: {errors[0]}", outputs)
+    if errors:
+        log.warning('%d of %d prompts ended with finish_reason "error": %s', len(errors), len(outputs), errors[0])
+
+
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+            if not any(value is allowed or (type(value) is type(allowed) and value == allowed) for allowed in _NEUTRAL[name]):
                 allowed = " or ".join(repr(each) for each in _NEUTRAL[name])
-                raise NotImplementedError(f"{name}={value!r} is not supported; only {allowed}")
+                raise NotImplementedError(f"{name}={shown(value)} is not supported; only {allowed}")
         elif name not in EngineOptions.names():
             near = get_close_matches(name, [*EngineOptions.names(), *_NEUTRAL], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise TypeError(f"LLM has no argument {name!r}; {hint}docs/parameters.md lists those it has")
+
+
+def _check_paths(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value)):
+            raise TypeError(f"{name} is {shown(value)}, and must be a name or path")
+
+
+def _check_names(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, str | None):
+            raise TypeError(f"{name} is {shown(value)}, and must be a name")
+
+
+def _check_flags(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {shown(value)}, and must be True or False")
 
 
 def _load(model: str | os.PathLike[str] | ServedModel, loading: Mapping[str, Any]) -> ServedModel:
@@ -235,11 +269,15 @@ def _load(model: str | os.PathLike[str] | ServedModel, loading: Mapping[str, Any
 
 
 def _max_model_len(model: ServedModel, wanted: int | None) -> int:
-    longest = model.config.get("max_position_embeddings")
-    if wanted is None and longest is None:
-        raise ConfigError("config.json has no max_position_embeddings; give LLM(max_model_len=...)")
-    if isinstance(wanted, int) and longest is not None and wanted > longest:
-        raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}")
+    longest = checked_length(model.config)
+    if longest is None:
+        if wanted is None:
+            raise ConfigError("config.json has no max_position_embeddings; give LLM(max_model_len=...)")
+        return wanted
+    stretched = stretched_length(model.config, longest)
+    if isinstance(wanted, int) and wanted > stretched:
+        scaled = f", which its rope stretches to {stretched}" if stretched > longest else ""
+        raise ValueError(f"max_model_len={wanted} is more than the model's max_position_embeddings={longest}{scaled}")
     return longest if wanted is None else wanted
 
 

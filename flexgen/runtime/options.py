@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 
+from flexgen.contract.json_files import shown
 from flexgen.runtime.ladder import ladder
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
@@ -44,21 +45,21 @@ class EngineOptions:
             )
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization={share!r} is out of range: it must be in (0, 1]")
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode={self.logprobs_mode!r} must be one of {', '.join(LOGPROBS_MODES)}")
+            raise ValueError(f"gpu_memory_utilization={shown(share)} is out of range: it must be in (0, 1]")
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode={shown(self.logprobs_mode)} must be one of {', '.join(LOGPROBS_MODES)}")
         for name in ("enforce_eager", "lazy_capture", "enable_return_routed_experts", "enable_prefix_caching"):
             optional = name == "enable_prefix_caching"
             if not isinstance(value := getattr(self, name), bool) and not (optional and value is None):
-                raise ValueError(f"{name} must be True or False{' or None' if optional else ''}, got {value!r}")
+                raise ValueError(f"{name} must be True or False{' or None' if optional else ''}, got {shown(value)}")
         if not isinstance(self.cudagraph_capture_sizes, Sequence | None):
-            raise ValueError(f"cudagraph_capture_sizes must be a list of sizes, got {self.cudagraph_capture_sizes!r}")
+            raise ValueError(f"cudagraph_capture_sizes must be a list of sizes, got {shown(self.cudagraph_capture_sizes)}")
         for size in self.cudagraph_capture_sizes or ():
             _at_least("cudagraph_capture_sizes", size, 1)
             if size > self.max_num_seqs:
                 raise ValueError(f"cudagraph_capture_sizes holds {size}, more than max_num_seqs={self.max_num_seqs}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed must be an int, got {self.seed!r}")
+            raise ValueError(f"seed must be an int, got {shown(self.seed)}")
 
     @property
     def capture_sizes(self) -> list[int]:
@@ -74,6 +75,6 @@ class EngineOptions:
 
 def _at_least(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an int of at least {low}, got {value!r}")
+        raise ValueError(f"{name} must be an int of at least {low}, got {shown(value)}")
     if value < low:
         raise ValueError(f"{name}={value} is out of range: it must be at least {low}")

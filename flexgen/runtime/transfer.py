@@ -5,6 +5,8 @@ Steps upload and download through it, loading stages weights.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
@@ -77,3 +79,12 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory that a device has: a GPU's own, or the host's. Tensors on `meta` take none."""
+    if device.type == "meta":
+        return sys.maxsize
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

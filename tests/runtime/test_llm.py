@@ -353,3 +353,24 @@ def test_parameters_of_many_prompts_are_copied_when_they_are_given():
     assert {len(output.outputs[0].token_ids) for output in growing if output.finished} == {6}
     with pytest.raises(ValueError, match="n=0 is out of range"):
         run(llm, [[1], [2]], params)
+
+
+def test_prompts_as_arrays_are_token_ids(talker):
+    llm, toy = talker
+    forms = [torch.tensor([1, 2, 3]), np.array([1, 2, 3]), (np.int64(n) for n in (1, 2, 3)), range(1, 4), (1, 2, 3)]
+    forms += [{"prompt_token_ids": torch.tensor([1, 2, 3])}, {"prompt_token_ids": np.array([1, 2, 3], dtype=np.int32)}]
+    for form in forms:
+        (output,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == toy.greedy([1, 2, 3], 6) and output.prompt_token_ids == [1, 2, 3]
+        assert {type(token) for token in output.prompt_token_ids} == {int}
+    outputs = llm.generate(torch.tensor([[1, 2], [3, 4]]), GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3, 4]]
+    for bad in ({"prompt_token_ids": 3}, {"prompt_token_ids": "12"}, {"prompt": 3}, [None], 3, [b"x"], [[[1]]], torch.tensor(3), [1.5]):
+        with pytest.raises((TypeError, ValueError), match="prompt"):
+            llm.generate(bad, GREEDY, use_tqdm=False)
+    assert_all_free(llm)
+
+
+def test_more_blocks_than_memory_holds_are_refused_with_the_bytes():
+    with pytest.raises(ValueError, match=r"num_gpu_blocks_override=1000000000000 takes \d{16,} bytes, and cpu has \d+"):
+        engine(num_gpu_blocks_override=10**12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flexgen.contract.json_files import listed, read_object, shown
 from flexgen.contract.weights import ExpertLayout, Mxfp4, PerExpert, Stacked, Weight
 from flexgen.errors import FlexgenError
 from flexgen.runtime.loading.mxfp4 import dequantise
 from flexgen.runtime.transfer import Staging
+
+log = logging.getLogger(__name__)
+
+_MOST_INDEX_BYTES = 2**26
+"""Of an index of shards: one of a million tensors."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a tensor may be stored as. Narrower formats need scales, so they are never read as plain numbers."""
@@ -53,7 +59,7 @@ class Checkpoint:
         self.prefix = _choose_prefix(names, prefixes, directory)
         self._where: dict[str, tuple[Path, str]] = {}
         for full, path in names.items():
-            name = full.removeprefix(f"{self.prefix}.")
+            name = full.removeprefix(f"{self.prefix}.") if self.prefix else full
             if name in self._where:
                 raise CheckpointError(f"{directory} holds {name} twice, with and without the prefix {self.prefix}")
             self._where[name] = path, full
@@ -88,7 +94,8 @@ class Checkpoint:
         """Raises CheckpointError for tensors that nothing read and the spec does not skip; else the report."""
         names = []
         for name, full in sorted(self._unread.items()):
-            pattern = next((p for p in self._skip if fnmatch.fnmatchcase(full, p) or fnmatch.fnmatchcase(name, p)), None)
+            forms = (full, name, f"model.{full}")  # the last is what a file lacks whose names begin below `model`
+            pattern = next((p for p in self._skip if any(fnmatch.fnmatchcase(form, p) for form in forms)), None)
             if pattern is None:
                 names.append(full)
             else:
@@ -104,30 +111,46 @@ class Checkpoint:
 
 
 def _find_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is damaged ({error!r}); download it again") from None
-        missing = [name for name in names if not (directory / name).exists()]
-        if missing:
-            raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which {index.name} lists")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
+        files = _indexed(index)
+        missing = [path for path in files if not path.exists()]
+        if not missing:
+            return files
+        if len(missing) == len(files) and single.is_file():
+            log.warning("%s is stale: none of its files is there; reading %s instead", index, single.name)
+            return [single]
+        beside = f"; {single.name} is there too, so if it is whole, remove {index.name}" if single.is_file() else ""
+        names = listed([path.name for path in missing])
+        raise CheckpointError(f"{directory} lacks {names}, which {index.name} lists{beside}")
     if found := [single] if single.exists() else sorted(directory.glob("*.safetensors")):
         return found
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"{directory} holds {', '.join(pickles)}, which are pickles and can run code. Convert them once where you trust "
+            f"{directory} holds {listed(pickles)}, which are pickles and can run code. Convert them once where you trust "
             "them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
         )
     raise CheckpointError(f"{directory} holds no safetensors files")
 
 
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index lists, each a name inside the model's own folder."""
+    weight_map = read_object(index, _MOST_INDEX_BYTES, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} is damaged: its weight_map is {shown(weight_map)}; download it again")
+    names = set()
+    for tensor, name in weight_map.items():
+        plain = isinstance(name, str) and 0 < len(name) <= 255 and Path(name).name == name and name not in (".", "..")
+        if not plain or "\\" in name or "\0" in name:
+            raise CheckpointError(f"{index} is damaged: the file of {shown(tensor)} is {shown(name)}, and must be a name in its own folder")
+        names.add(name)
+    return [index.parent / name for name in sorted(names)]
+
+
 def _open(path: Path) -> safe_open:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no plain file")
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -147,6 +170,9 @@ def _names(files: Mapping[Path, safe_open]) -> dict[str, Path]:
 
 def _choose_prefix(names: Mapping[str, Path], prefixes: Sequence[str], directory: Path) -> str:
     fitting = [p for p in prefixes if any(name.startswith(f"{p}.layers.") for name in names)]
+    if not fitting:  # a model saved without its head has no `model.` before its names
+        bare = [p.removeprefix("model").removeprefix(".") for p in prefixes]
+        fitting = [p for p in bare if any(name.startswith(f"{p}.layers." if p else "layers.") for name in names)]
     if len(fitting) != 1:
         found = f"them below {' and '.join(fitting)}" if fitting else f"names like {', '.join(sorted(names)[:3])}"
         raise CheckpointError(f"{directory}: expected layers below exactly one of {', '.join(prefixes)}, found {found}")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
+import torch
+
+from flexgen.contract.json_files import shown
 from flexgen.contract.state import Pages, SharedPages, State
 from flexgen.contract.weights import Weight
 from flexgen.errors import ConfigError
+from flexgen.runtime.transfer import memory_bytes
 
 
 def check_state(mixers: Sequence[Sequence[str]], state: Mapping[str, State]) -> None:
@@ -28,9 +33,11 @@ def check_state(mixers: Sequence[Sequence[str]], state: Mapping[str, State]) -> 
 def check_sizes(kind: str, weights: Sequence[Weight], routers: Mapping[str, int]) -> None:
     """No size is less than 1, and routers choose no more experts than there are. `kind`: whose weights they are."""
     for weight in weights:
-        if weight.present and min(weight.shape) < 1:
-            shape = " x ".join(map(str, weight.shape))
-            raise ConfigError(f"{weight.role} would be {shape} by config.json, and no size may be less than 1")
+        if weight.present and not all(isinstance(size, int) and size >= 1 for size in weight.shape):
+            shape = shown(" x ".join(map(str, weight.shape)))
+            raise ConfigError(
+                f"{weight.role} would be {shape} by config.json, and each size must be a whole number, no less than 1"
+            )
     counts = [weight.shape[0] for weight in weights if weight.present and weight.layouts]
     for chosen in routers.values():
         if not 1 <= chosen <= min(counts):
@@ -38,3 +45,11 @@ def check_sizes(kind: str, weights: Sequence[Weight], routers: Mapping[str, int]
                 f"{kind} layers send each token to {chosen} of {min(counts)} experts by config.json, and must send "
                 "it to at least 1 and at most all"
             )
+
+
+def check_memory(tables: Sequence[Sequence[Weight]], dtype: torch.dtype, device: torch.device) -> None:
+    """The weights of all layers fit the memory that there is, before any of it is taken."""
+    weights = [weight for table in tables for weight in table if weight.present and weight.same_as is None]
+    needed, memory = sum(prod(weight.shape) * (4 if weight.fp32 else dtype.itemsize) for weight in weights), memory_bytes(device)
+    if needed > memory:
+        raise ConfigError(f"the weights would take {needed} bytes by config.json, and {device} has {memory}")

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import builtins
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from flexgen.contract import layer_kinds as schedules
-from flexgen.contract.configs import broken_fence, leaves, look, merged
+from flexgen.contract.configs import broken_fence, is_stated, leaves, look, merged
 from flexgen.contract.ignored import NO_EFFECT
+from flexgen.contract.json_files import listed, read_object, shown
+from flexgen.contract.quantised import QUANTISED, WAYS_OUT, quantised
 from flexgen.contract.rope_parameters import is_finite
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.rope import Rope
 
 _MISSING = object()
 _LARGEST = 2**63 - 1
+_OUTSIDE = re.compile(r"outside\.")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The raw config.json of a checkpoint directory. Raises ConfigError where there is none or it is no JSON object."""
     path = directory / "config.json"
-    if not path.is_file():
+    if not path.exists():
         if path.parent.is_file():
             raise ConfigError(f"{path.parent} is a file: give its directory")
         raise ConfigError(
             f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
             "and nothing is downloaded"
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
-    return raw
+    return read_object(path)
 
 
 class Config:
@@ -55,12 +53,13 @@ class Config:
         layers_by: str | None,
     ) -> None:
         self.given = dict(raw)
+        self.defaults = defaults
         self.values = merged(raw, defaults)
         self.ignore = set(ignore)
         self.layers_by = layers_by
         self.read: set[str] = {"model_type", *require}
         if raw.get("model_type") not in model_types:
-            raise ConfigError(f"model_type is {raw.get('model_type')!r}, and this spec serves {', '.join(model_types)}")
+            raise ConfigError(f"model_type is {shown(raw.get('model_type'))}, and this spec serves {', '.join(model_types)}")
         reason = broken_fence(self.values, require)
         if reason is not None:
             raise ConfigError(f"{reason}: another spec describes that, or none does")
@@ -73,28 +72,28 @@ class Config:
         """A whole number, not negative: of the first path that is present, else the default."""
         path, value = self._first(paths, default, nonzero)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a whole number, not negative, of at most 64 bits")
+            raise ConfigError(f"{path} is {shown(value)}, and must be a whole number, not negative, of at most 64 bits")
         return value
 
     def float(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> float:
         """A number."""
         path, value = self._first(paths, default, nonzero)
         if isinstance(value, bool) or not is_finite(value):
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number")
+            raise ConfigError(f"{path} is {shown(value)}, and must be a finite number")
         return float(value)
 
     def flag(self, *paths: str, default: Any = _MISSING) -> bool:
         """True or false."""
         path, value = self._first(paths, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{path} is {value!r}, and must be true or false")
+            raise ConfigError(f"{path} is {shown(value)}, and must be true or false")
         return value
 
-    def number(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> int | float:
+    def number(self, *paths: str, default: Any = _MISSING, nonzero: bool = False) -> Any:
         """An operand of arithmetic: a number, or a flag that counts as 0 or 1."""
         path, value = self._first(paths, default, nonzero)
         if not is_finite(value):
-            raise ConfigError(f"{path} is {_shown(value)}, and must be a finite number, true or false")
+            raise ConfigError(f"{path} is {shown(value)}, and must be a finite number, true or false")
         return int(value) if isinstance(value, bool) else value
 
     def optional(self, path: str) -> Any:
@@ -102,22 +101,41 @@ class Config:
         self.read.add(path)
         return look(self.values, path)
 
-    def rope(self, path: str, *, types: tuple[str, ...], head_dim: int) -> Rope:
+    def rope(self, path: str, *, types: tuple[str, ...], head_dim: builtins.int) -> Rope:
         """The rotary table of one `rope_parameters` object."""
         parameters = self.optional(path)
         if not isinstance(parameters, dict) or not parameters:
-            raise ConfigError(f"{path} is {parameters!r}, and must be an object with at least rope_theta")
+            raise ConfigError(f"{path} is {shown(parameters)}, and must be an object with at least rope_theta")
+        parameters = self._turning(path, parameters)
         max_position = self.int("max_position_embeddings", default=0)
         return Rope.bind(parameters, types=types, head_dim=head_dim, max_position=max_position)
 
-    def schedule(self, layers: int, rules: Sequence[schedules.Rule]) -> tuple[str, ...]:
+    def _turning(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A rope's parameters, whose partial_rotary_factor must be one that the family reads.
+
+        It does where its config class has a default for it; other families turn whole heads (transformers ignores the key
+        there, or fails), except for the type whose formula is about it.
+        """
+        name = f"{path}.partial_rotary_factor"
+        partial = parameters.get("partial_rotary_factor")
+        read = parameters.get("rope_type") == "proportional" or look(self.defaults, name, _MISSING) is not _MISSING
+        if partial is None or read or (not isinstance(partial, bool) and partial == 1):
+            return parameters
+        if name in self.ignore:
+            return {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+        raise ConfigError(
+            f"{name} is {shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{shown(name)}]); if "
+            "the family does turn a part, state its default in the spec's `checkpoint.defaults`"
+        )
+
+    def schedule(self, layers: builtins.int, rules: Sequence[schedules.Rule]) -> tuple[str, ...]:
         """The kind of each layer."""
         return schedules.resolve(layers, rules)
 
     def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
         path, value = self._present(paths, default)
         if nonzero and value == 0:
-            raise ConfigError(f"{path} is {value!r}, and the spec divides by it: it must not be 0")
+            raise ConfigError(f"{path} is {shown(value)}, and the spec divides by it: it must not be 0")
         return path, value
 
     def _present(self, paths: Sequence[str], default: Any) -> tuple[str, Any]:
@@ -144,7 +162,7 @@ class Config:
         if overrides is None or not isinstance(types, list):
             return _MISSING
         if not isinstance(overrides, dict):
-            raise ConfigError(f"per_layer_config is {overrides!r}, and must be an object of layer indices")
+            raise ConfigError(f"per_layer_config is {shown(overrides)}, and must be an object of layer indices")
         found: dict[Any, Any] = {}
         for index in (index for index, value in enumerate(types) if value == wanted):
             self.read.add(f"per_layer_config.{index}.{field}")
@@ -154,44 +172,49 @@ class Config:
                 found[index] = look(self.values, field, _MISSING)
         distinct = {repr(value): value for value in found.values()}
         if len(distinct) > 1:
-            listed = ", ".join(f"{value!r} in layer {index}" for index, value in found.items())
+            listed = ", ".join(f"{shown(value)} in layer {index}" for index, value in found.items())
             raise ConfigError(f"per_layer_config must give all {wanted} layers one {field}, and gives {listed}")
         return next(iter(distinct.values()), _MISSING)
 
     # ------------------------------------------------------------ nothing unread
 
     def finish(self) -> None:
-        """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore."""
-        unread = [path for path, value in leaves(self.given) if value is not None and not self._accounted(path)]
-        if quantised := [path for path in unread if path.startswith("quantization_config.")]:
-            raise ConfigError(
-                f"this checkpoint is quantised (config.json has {', '.join(quantised)}), in a way that this spec does not "
-                "describe: write it in 16 or 32 bits first, with transformers' dequantize() and save_pretrained()"
-            )
+        """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore, or both."""
+        both = sorted(name for name in self.ignore if any(f"{path}.".startswith(f"{name}.") for path in self.read))
+        if both:
+            raise ConfigError(f"ignore_config names {', '.join(both)}, which this spec reads: leave it out, it cannot be ignored")
+        unread = [path for path, value in leaves(self.given) if value is not None and not self._accounted(path, value)]
+        if any(path.split(".")[0] in QUANTISED for path in unread):
+            raise ConfigError(quantised(self.given))
         if unread:
+            outside = " (`outside.` is what lies beside the text part)" if any(map(_OUTSIDE.match, unread)) else ""
             raise ConfigError(
-                f"config.json has fields that this spec does not read: {', '.join(unread)}. If they do not change the forward "
-                f"pass, list them in the spec's `checkpoint.ignore` or pass LLM(ignore_config={unread!r})"
+                f"config.json has fields that this spec does not read: {listed(unread)}{outside}. If they do not change the "
+                f"forward pass, list them in the spec's `checkpoint.ignore` or pass LLM(ignore_config={shown(unread, 1000)})"
             )
 
-    def _accounted(self, path: str) -> bool:
+    def _accounted(self, path: str, value: object) -> bool:
         parts = path.split(".")
         prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
-        return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys()))
+        return bool(prefixes & (self.read | self.ignore | NO_EFFECT.keys())) or is_stated(path, value)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
+def check_packed(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for weights packed by another method than MXFP4, where the spec ignores quantization_config since it
+    reads experts in that."""
+    given = config.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if isinstance(method, str) and method in WAYS_OUT and method != "mxfp4":
+        raise ConfigError(quantised(config))
 
 
 def check_ignored(config: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ConfigError for a name that stands for no field of the (normalised) config: it would let nothing pass."""
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ConfigError(f"ignore_config is {names!r}, and must be a list of names: [{names!r}]")
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"ignore_config is {shown(names)}, and must be a list of names: [{shown(names)}]")
     paths = [path for path, _ in leaves(config)]
     for name in names:
         if not any(path == name or path.startswith(f"{name}.") for path in paths):
             near = get_close_matches(name, paths, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave it out"
-            raise ConfigError(f"ignore_config names {name!r}, and config.json has no such field; {hint}")
+            raise ConfigError(f"ignore_config names {shown(name)}, and config.json has no such field; {hint}")

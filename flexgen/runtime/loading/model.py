@@ -16,12 +16,13 @@ from torch import Tensor
 
 from flexgen.contract.abi import Layer, Step
 from flexgen.contract.configs import normalise
+from flexgen.contract.json_files import shown
 from flexgen.contract.state import Slots, State
 from flexgen.contract.weights import Weight, below
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
-from flexgen.runtime.loading.checks import check_sizes, check_state
-from flexgen.runtime.loading.config import check_ignored, read_config
+from flexgen.runtime.loading.checks import check_memory, check_sizes, check_state
+from flexgen.runtime.loading.config import check_ignored, check_packed, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
 from flexgen.runtime.transfer import Staging
 
@@ -49,7 +50,8 @@ class Model:
         self.directory: Path | None = None
         self.report: LoadReport | None = None
         self.load_seconds = 0.0
-        self.weight_version = 0
+        self._weight_version = 0
+        self._tied_copy: tuple[str, str] | None = None
         self.head_dtype: torch.dtype | None = None
         self.state: dict[str, State] = package.attention.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
@@ -57,6 +59,7 @@ class Model:
         check_state(self.mixers, self.state)
         for kind, table in self._tables.items():
             check_sizes(kind, table, _routes(table))
+        check_memory([self.table(kind) for kind in ("model", *dims.kinds)], dtype, device)
         self.weights = self._allocate("model")
         self.layers = [self._allocate(kind) for kind in dims.kinds]
         self.routers: list[dict[str, int]] = [_routes(self.table(kind)) for kind in dims.kinds]
@@ -76,6 +79,7 @@ class Model:
         generated: str | Path | None = None,
         load_format: str = "auto",
         ignore_config: Sequence[str] = (),
+        allow_edited: bool = False,
         head_dtype: str | torch.dtype | None = None,
         mamba_ssm_cache_dtype: str = "auto",
     ) -> Model:
@@ -84,17 +88,18 @@ class Model:
         `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
         `mamba_ssm_cache_dtype` is that of recurrent state, where it is not the model's own; `auto` is what the spec says.
 
+        A package, shipped or `generated`, is code that runs here; `allow_edited` runs one that was edited by hand too.
+
         Raises ConfigError, CheckpointError or PackageError for what does not fit.
         """
         started = time.perf_counter()
         if load_format not in LOAD_FORMATS:
-            raise ValueError(f"load_format is {load_format!r}, and must be one of {', '.join(LOAD_FORMATS)}")
+            raise ValueError(f"load_format is {shown(load_format)}, and must be one of {', '.join(LOAD_FORMATS)}")
         directory = Path(path).expanduser()
         raw = read_config(directory)
-        package = load_package(choose(raw, spec, generated))
+        package = load_package(choose(raw, spec, generated), allow_edited)
         config = normalise(raw, package.manifest["text_config"])
-        check_ignored(config, ignore_config)
-        dims = package.walker.Dims.from_config(config, tuple(ignore_config))
+        dims = _dims(package, config, ignore_config)
         where = _device(device)
         model = cls(package, dims, config, _dtype(dtype, config, raw), where)
         model.directory = directory
@@ -166,6 +171,19 @@ class Model:
             else:
                 storage.normal_(0.0, 1.0 if weight.kind == "router" else 0.02, generator=generator)
 
+    @property
+    def weight_version(self) -> int:
+        """Whoever changes weights in place adds 1 when done: what was derived from the old ones is then made anew."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._weight_version = version
+        if self._tied_copy is not None:  # a head of another dtype than the embedding that it is
+            head, embedding = (getattr(self.weights, role) for role in self._tied_copy)
+            with torch.no_grad():
+                head.copy_(embedding)
+
     def make_rope_tables(self, length: int) -> None:
         """Rotary tables for positions below `length`, shared by all layers of an entry."""
         tables = self.package.attention.rope_tables(self.dims, length, self.dtype, self.device)
@@ -190,6 +208,8 @@ class Model:
         if dtype == self.dtype:
             return
         (head,) = (weight.role for weight in self.table("model") if weight.kind == "head")
+        tied = next(weight.same_as for weight in self.table("model") if weight.role == head)
+        self._tied_copy = None if tied is None else (head, tied)
         setattr(self.weights, head, getattr(self.weights, head).to(dtype))
         self.head_dtype = dtype
 
@@ -207,15 +227,23 @@ def _routes(table: Sequence[Weight]) -> dict[str, int]:
     return dict(weight.routes for weight in table if weight.routes is not None)
 
 
+def _dims(package: Package, config: dict[str, Any], ignore_config: Sequence[str]) -> Any:
+    """The numbers of a checkpoint, `ignore_config` being fields that its caller lets pass unread."""
+    check_ignored(config, ignore_config)
+    if "quantization_config" in package.walker.IGNORE and "quantization_config" not in ignore_config:
+        check_packed(config)
+    return package.walker.Dims.from_config(config, tuple(ignore_config))
+
+
 def _device(wanted: str | torch.device | None) -> torch.device:
     """The device asked for; a CUDA one if there is any, else the host, where none is."""
     try:
         device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last from a torch without CUDA
-        raise ValueError(f"device is {wanted!r}, which torch cannot use here: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:  # the last from a torch without CUDA
+        raise ValueError(f"device is {shown(wanted)}, which torch cannot use here: {str(error).splitlines()[0][:200]}") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {wanted!r}, and must be cpu or cuda")
+        raise ValueError(f"device is {shown(wanted)}, and must be cpu or cuda")
     return device
 
 
@@ -224,13 +252,15 @@ def _dtype(
 ) -> torch.dtype:
     """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
     listed = ", ".join(DTYPES)
+    if not isinstance(wanted, str | torch.dtype):
+        raise ValueError(f"{what} is {shown(wanted)}, and must be auto or one of {listed}")
     if wanted == "auto":
         name = next((c[key] for c in (config, raw) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
-        if name not in DTYPES:
-            raise ConfigError(f"config.json's dtype is {name!r}, and must be one of {listed}; or pass dtype=")
+        if not isinstance(name, str) or name not in DTYPES:
+            raise ConfigError(f"config.json's dtype is {shown(name)}, and must be one of {listed}; or pass dtype=")
         return DTYPES[name]
     if isinstance(wanted, torch.dtype) and wanted in DTYPES.values():
         return wanted
     if wanted not in DTYPES:
-        raise ValueError(f"{what} is {wanted!r}, and must be auto or one of {listed}")
-    return DTYPES[str(wanted)]
+        raise ValueError(f"{what} is {shown(wanted)}, and must be auto or one of {listed}")
+    return DTYPES[wanted]

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import sys
 import types
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flexgen.assets import root
 from flexgen.contract.abi import ABI
 from flexgen.contract.configs import broken_fence, merged, normalise
+from flexgen.contract.json_files import read_object, shown
 from flexgen.errors import ConfigError, FlexgenError
 
-_KEYS = frozenset({"abi", "defaults", "files", "model_types", "name", "require", "source", "text_config"})
+_KEYS: Mapping[str, Any] = MappingProxyType(
+    {
+        "abi": int, "defaults": dict, "files": dict, "model_types": list, "name": str, "require": dict, "source": str,
+        "text_config": str | None,
+    }
+)
 """What a manifest must say for a package to be chosen and loaded."""
 
 
@@ -57,7 +63,7 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
         raise ConfigError(f"{base or root('generated')} holds no generated packages: run `flexgen build`")
     if spec is not None:
         if spec not in packages:
-            raise ConfigError(f"no generated package `{spec}`: run `flexgen build {spec}`; there are {', '.join(packages)}")
+            raise ConfigError(f"no generated package {shown(spec)}: run `flexgen build SPEC`; there are {', '.join(packages)}")
         return packages[spec]
     reasons = {name: _ruled_out(folder, raw) for name, folder in packages.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
@@ -65,11 +71,11 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
         return packages[fitting[0]]
     if fitting:
         raise ConfigError(
-            f"several specs describe this checkpoint (model_type {raw.get('model_type')!r}), and no `require` of theirs rules it out: "
+            f"several specs describe this checkpoint (model_type {shown(raw.get('model_type'))}), and no `require` of theirs rules it out: "
             f"{', '.join(fitting)}; choose one with spec=NAME, or --spec NAME on the command line"
         )
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-    raise ConfigError(f"no spec describes this checkpoint (model_type {raw.get('model_type')!r}):{listed}")
+    raise ConfigError(f"no spec describes this checkpoint (model_type {shown(raw.get('model_type'))}):{listed}")
 
 
 def _ruled_out(folder: Path, raw: Mapping[str, Any]) -> str | None:
@@ -88,20 +94,23 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
     """A package's manifest. Raises PackageError where it is missing, broken, or of another ABI."""
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PackageError(f"{path} is no manifest of a generated package: {error}; run `flexgen build`") from None
-    lacking = _KEYS - manifest.keys() if isinstance(manifest, dict) else _KEYS
-    if lacking:
+        manifest = read_object(path, error=PackageError)
+    except PackageError as error:
+        raise PackageError(f"{error}: no manifest of a generated package; run `flexgen build`") from None
+    if lacking := _KEYS.keys() - manifest.keys():
         raise PackageError(f"{path} is no manifest: it lacks {', '.join(sorted(lacking))}; run `flexgen build`")
+    if wrong := sorted(key for key, kind in _KEYS.items() if not isinstance(manifest[key], kind)):
+        raise PackageError(f"{path} is no manifest: its {', '.join(wrong)} are of another kind; run `flexgen build`")
+    if unlisted := {"walker.py", "attention.py", "merge.py"} - manifest["files"].keys():
+        raise PackageError(f"{path} is no manifest: its files lack {', '.join(sorted(unlisted))}; run `flexgen build`")
     if manifest["abi"] != ABI:
         fix = f"flexgen build {manifest['source']}"
         raise PackageError(f"{folder} has ABI {manifest['abi']}, and this runtime has {ABI}: run `{fix}`")
     return manifest
 
 
-def load_package(folder: Path) -> Package:
-    """Import a package from its folder. Warns where a file was edited by hand.
+def load_package(folder: Path, allow_edited: bool = False) -> Package:
+    """Import a package from its folder: code that is trusted. Refuses one that was edited by hand, or warns where that is allowed.
 
     The module name is made of the path and what the files hold, so a package built anew is not taken for the old one.
     """
@@ -109,6 +118,11 @@ def load_package(folder: Path) -> Package:
     manifest = read_manifest(folder)
     hashes = {name: _hash(folder / name) for name in manifest["files"]}
     edited = [str(folder / name) for name, digest in manifest["files"].items() if hashes[name] != digest]
+    if edited and not allow_edited:
+        raise PackageError(
+            f"edited by hand since it was generated: {', '.join(edited)}; run `flexgen build {manifest['source']}` to undo that, or "
+            "pass allow_edited=True to run it as it is"
+        )
     if edited:
         warnings.warn(f"edited by hand since it was generated: {', '.join(edited)}", stacklevel=2)
     identity = hashlib.sha256(repr((str(folder), sorted(hashes.items()))).encode()).hexdigest()

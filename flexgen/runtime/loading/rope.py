@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from flexgen.contract import rope_parameters as rules
+from flexgen.contract.json_files import shown
 from flexgen.errors import ConfigError
+
+MOST_POSITIONS = 2**24
+"""Tokens that a model may have positions for; the longest published have 10 million."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class Rope:
         _check_keys(kind, table)
         for key, value in table.items():
             if wrong := rules.fault(kind, key, value):
-                raise ConfigError(f"rope_parameters.{key} is {value!r}, and {wrong}")
+                raise ConfigError(f"rope_parameters.{key} is {shown(value)}, and {wrong}")
         if wrong := rules.misfit(table, head_dim, max_position):
-            raise ConfigError(f"rope_parameters of type {kind!r}: {wrong}")
+            raise ConfigError(f"rope_parameters of type {shown(kind)}: {wrong}")
         given = {_FIELDS[key]: value for key, value in table.items() if key in _FIELDS and value is not None}
         if kind in ("llama3", "yarn"):
             given.setdefault("original_position", max_position)
@@ -91,12 +95,12 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
 def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if not isinstance(kind, str) or kind not in rules.REQUIRED:
-        raise ConfigError(f"rope_parameters.rope_type is {kind!r}, flexgen knows {_listed(rules.REQUIRED)}")
+        raise ConfigError(f"rope_parameters.rope_type is {shown(kind)}, flexgen knows {_listed(rules.REQUIRED)}")
     if parameters.get("type", kind) != kind:
-        raise ConfigError(f"rope_parameters says both rope_type {kind!r} and type {parameters['type']!r}; remove one")
+        raise ConfigError(f"rope_parameters says both rope_type {shown(kind)} and type {shown(parameters['type'])}; remove one")
     if kind not in types:
         raise ConfigError(
-            f"rope_parameters.rope_type is {kind!r}, this spec allows {_listed(types)}; "
+            f"rope_parameters.rope_type is {shown(kind)}, this spec allows {_listed(types)}; "
             f"if the architecture does take {kind}, add it to the rope's types in the spec"
         )
     return kind
@@ -104,11 +108,11 @@ def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
 
 def _check_keys(kind: str, parameters: Mapping[str, Any]) -> None:
     if missing := rules.REQUIRED[kind] - parameters.keys():
-        raise ConfigError(f"rope_parameters of type {kind!r} lacks {_listed(missing)}; config.json must give it")
+        raise ConfigError(f"rope_parameters of type {shown(kind)} lacks {_listed(missing)}; config.json must give it")
     if unknown := parameters.keys() - rules.known(kind):
         raise ConfigError(
-            f"rope_parameters of type {kind!r} has {_listed(unknown)}, which nothing reads; "
-            f"{kind!r} takes {_listed(rules.known(kind))}"
+            f"rope_parameters of type {shown(kind)} has {_listed(unknown)}, which nothing reads; "
+            f"{shown(kind)} takes {_listed(rules.known(kind))}"
         )
 
 
@@ -189,3 +193,29 @@ def _yarn_attention_factor(rope: Rope) -> float:
 _FREQUENCIES: Mapping[str, Callable[[Rope], tuple[Tensor, float]]] = MappingProxyType(
     {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
 )
+
+
+
+def checked_length(config: Mapping[str, Any]) -> int | None:
+    """The tokens that a model was made for by its (normalised) config.json, None where that says nothing."""
+    longest = config.get("max_position_embeddings")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or not 1 < longest <= MOST_POSITIONS):
+        raise ConfigError(
+            f"max_position_embeddings is {shown(longest)}, and must be a whole number from 2 to {MOST_POSITIONS}"
+        )
+    return longest
+
+
+def stretched_length(config: Mapping[str, Any], longest: int) -> int:
+    """The most tokens that the model's ropes tell positions of: scaled ones reach further than `longest`, by their factor."""
+    parameters = config.get("rope_parameters") or {}
+    tables = [table for table in parameters.values() if isinstance(table, dict)] or [parameters]
+    return max(longest, min(_reach(table, longest) for table in tables))
+
+
+def _reach(table: Mapping[str, Any], longest: int) -> int:
+    factor, kind = table.get("factor"), table.get("rope_type")
+    if kind not in ("linear", "yarn") or factor is None:
+        return longest
+    original = table.get("original_max_position_embeddings") if kind == "yarn" else None
+    return int(min(factor * (longest if original is None else original), MOST_POSITIONS))

@@ -67,6 +67,9 @@ class Admission:
             for token in getattr(params, name) or ():
                 if token >= self.vocab:
                     raise ValueError(f"{name} holds {token}, and this model has ids from 0 to {self.vocab - 1}")
+                if token >= self.tokens.vocab and name != "allowed_token_ids":
+                    tokens = f"the tokenizer has {self.tokens.vocab} ids"
+                    raise ValueError(f"{name} holds {token}, which is padding ({tokens}) and never drawn")
         if params.allowed_token_ids is not None and min(params.allowed_token_ids) >= self.tokens.vocab:
             raise ValueError(f"allowed_token_ids allows only padding ids (the tokenizer has {self.tokens.vocab})")
         for name in ("logprobs", "prompt_logprobs"):
@@ -134,7 +137,11 @@ class Admission:
             self._grammars = self._grammars or GrammarCompiler(self.tokens)
             grammar = self._grammars.start(params.structured_outputs)
         processors = params.logits_processors or ()
-        return HostRules(grammar, phrases, processors) if grammar or phrases or processors else None
+        if not (grammar or phrases or processors):
+            return None
+        allowed = params.allowed_token_ids
+        ends = [token for token in self.tokens.eos_ids if allowed is None or token in allowed]
+        return HostRules(grammar, phrases, processors, ends)
 
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if not params.detokenize or self.tokens.tokenizer is None:

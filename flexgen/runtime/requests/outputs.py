@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from flexgen.errors import FlexgenError
 from flexgen.runtime.requests.params import LoRARequest
 
 
@@ -49,7 +50,8 @@ def token_logprobs(
 class CompletionOutput:
     """One answer. `logprobs[i]` belongs to `token_ids[i]`, and both include the eos or stop token that ended it.
 
-    finish_reason  None while it grows, else "stop", "length" or "abort"
+    finish_reason  None while it grows, else "stop", "length", "abort" or "error"
+    error          why it ended with "error", else None
     stop_reason    the stop string or stop token id; "timeout" for a request that ran out of time; None for eos
     routed_experts (tokens of prompt and answer - 1, routers, K) int16: the experts of each token that was computed, layer
                    after layer, best first; only once finished, where asked for. A router that chooses fewer than K: -1
@@ -64,6 +66,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     routed_experts: np.ndarray | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -82,3 +85,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     lora_request: LoRARequest | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+class GenerationError(FlexgenError):
+    """An answer that could not be finished. `outputs` are those of every prompt, the finished ones whole."""
+
+    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs

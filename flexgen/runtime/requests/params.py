@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flexgen.contract.json_files import shown
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 
@@ -30,7 +32,7 @@ class RequestOutputKind(Enum):
 class StructuredOutputsParams:
     """The language that an answer must belong to: exactly one of the first five fields.
 
-    json                    a JSON schema, as a dict or as text
+    json                    a JSON schema, as a dict, as text or as a pydantic model
     regex                   a regular expression that the whole answer matches
     choice                  the answer is one of these strings
     grammar                 a grammar in xgrammar's EBNF, its root rule named `root`
@@ -38,7 +40,7 @@ class StructuredOutputsParams:
     disable_any_whitespace  compact JSON (with json only)
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | Mapping[str, Any] | type | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -51,10 +53,24 @@ class StructuredOutputsParams:
         if len(given) != 1:
             found = ", ".join(given) or "none"
             raise ValueError(f"structured_outputs takes exactly one of {', '.join(kinds)}; got {found}")
+        self._check_types()
         if self.choice is not None and (isinstance(self.choice, str) or not all(_is_text(c) for c in self.choice)):
-            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {self.choice!r}")
+            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {shown(self.choice)}")
         if self.disable_any_whitespace and self.json is None:
             raise ValueError("structured_outputs.disable_any_whitespace has an effect on json only")
+
+    def _check_types(self) -> None:
+        model = isinstance(self.json, type) and callable(getattr(self.json, "model_json_schema", None))
+        if not isinstance(self.json, str | Mapping | None) and not model:
+            raise ValueError(f"structured_outputs.json must be a JSON schema or a pydantic model, got {shown(self.json)}")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"structured_outputs.{name} must be text, got {shown(getattr(self, name))}")
+        if not isinstance(self.choice, Sequence | None):
+            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {shown(self.choice)}")
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"structured_outputs.{name} must be True or False, got {shown(getattr(self, name))}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,10 @@ class SamplingParams:
         return copy.copy(self)
 
     def validate(self) -> None:
-        """Check every field, also after fields were assigned. Raises ValueError naming field, value and range."""
+        """Check every field, also after fields were assigned, and make lists of token ids lists.
+
+        Raises ValueError naming field, value and range.
+        """
         _integer("n", self.n, 1, 16384)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -143,10 +162,11 @@ class SamplingParams:
             raise ValueError(f"n={self.n} with temperature={self.temperature}: greedy answers are all the same; use n=1")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         _instance("output_kind", self.output_kind, RequestOutputKind)
-        if self.return_routed_experts is not None and not isinstance(self.return_routed_experts, bool):
-            raise ValueError(f"return_routed_experts must be True, False or None, got {self.return_routed_experts!r}")
+        for name in ("return_routed_experts", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"{name} must be True, False or None, got {shown(getattr(self, name))}")
         if self.structured_outputs is not None:
             _instance("structured_outputs", self.structured_outputs, StructuredOutputsParams)
 
@@ -166,27 +186,28 @@ class SamplingParams:
         listed = self.stop is None or isinstance(self.stop, str | Sequence)
         strings = self.stop_strings if listed else ()
         if not listed or not all(_is_text(text) for text in strings):
-            raise ValueError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
+            raise ValueError(f"stop must be a non-empty string or a list of them, got {shown(self.stop)}")
         if strings and not self.detokenize:
             raise ValueError(f"stop={list(strings)} needs the text, and detokenize=False makes none")
-        _token_list("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = _token_list("stop_token_ids", self.stop_token_ids)
 
     def _validate_tokens(self) -> None:
-        _token_list("allowed_token_ids", self.allowed_token_ids)
-        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+        self.allowed_token_ids = _token_list("allowed_token_ids", self.allowed_token_ids)
+        if self.allowed_token_ids == []:
             raise ValueError("allowed_token_ids=[] allows no token at all; leave it None to allow all")
         if self.logit_bias is not None:
             _instance("logit_bias", self.logit_bias, Mapping)
             _token_list("logit_bias", list(self.logit_bias))
             for token, bias in self.logit_bias.items():
                 _number(f"logit_bias[{token}]", bias, -_LARGEST, _LARGEST)
+            self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
         for name in ("bad_words", "logits_processors"):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence | None):
-                raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a list, got {shown(getattr(self, name))}")
         if not all(_is_text(word) for word in self.bad_words or ()):
-            raise ValueError(f"bad_words must be non-empty strings, got {self.bad_words!r}")
+            raise ValueError(f"bad_words must be non-empty strings, got {shown(self.bad_words)}")
         if not all(callable(processor) for processor in self.logits_processors or ()):
-            raise ValueError(f"logits_processors must be callables, got {self.logits_processors!r}")
+            raise ValueError(f"logits_processors must be callables, got {shown(self.logits_processors)}")
 
 
 _FLAGS = (
@@ -204,28 +225,36 @@ def _is_text(value: object) -> bool:
 
 def _instance(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+        raise ValueError(f"{name} must be a {kind.__name__}, got {shown(value)}")
 
 
 def _integer(name: str, value: object, low: int, high: int | None, hint: str = "") -> None:
     limit = f"at least {low}" if high is None else f"from {low} to {high}"
     limit += f" ({hint})" if hint else ""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be an int {limit}, got {value!r}")
-    if int(value) < low or (high is not None and int(value) > high):
+        raise ValueError(f"{name} must be an int {limit}, got {shown(value)}")
+    number: Any = value
+    if number < low or (high is not None and number > high):
         raise ValueError(f"{name}={value} is out of range: it must be {limit}")
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not low <= float(value) <= high or (open_low and value == low):
+        raise ValueError(f"{name} must be a number, got {shown(value)}")
+    number: Any = value  # not as a float, which has no place for a huge int
+    if not low <= number <= high or (open_low and number == low):
         raise ValueError(f"{name}={value} is out of range: it must be in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
-def _token_list(name: str, values: Iterable[object] | None) -> None:
-    if values is not None and (isinstance(values, str) or not isinstance(values, Iterable)):
-        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
-    for value in () if values is None else values:
+def _token_list(name: str, values: Any) -> list[int] | None:
+    """Token ids in any form (a list, a set, a generator, an array) as a list."""
+    if values is None:
+        return None
+    values = values.tolist() if callable(getattr(values, "tolist", None)) else values
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of token ids, got {shown(values)}")
+    ids = list(values)
+    for value in ids:
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-            raise ValueError(f"{name} must be token ids (ints from 0), got {value!r}")
+            raise ValueError(f"{name} must be token ids (ints from 0), got {shown(value)}")
+    return [int(value) for value in ids]

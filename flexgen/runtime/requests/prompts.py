@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+from flexgen.contract.json_files import shown
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.requests.tokens import Tokens
 
@@ -28,24 +30,32 @@ def parse_prompt(prompt: Prompt, tokens: Tokens) -> tuple[str | None, Sequence[i
             raise ValueError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
         if text is not None and not isinstance(text, str):
             raise _no_prompt(text)
-        return text, tokens.encode(str(text)) if ids is None else ids
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
-        raise _no_prompt(prompt)
-    return None, prompt
+        return text, tokens.encode(str(text)) if ids is None else _id_list(ids)
+    return None, _id_list(prompt)
+
+
+def _id_list(ids: Any) -> Sequence[int]:
+    """Token ids of a prompt given as a list or an array."""
+    ids = ids.tolist() if callable(getattr(ids, "tolist", None)) else ids
+    if isinstance(ids, str | bytes | bytearray | Mapping) or not isinstance(ids, Iterable):
+        raise _no_prompt(ids)
+    return list(ids)
 
 
 def _no_prompt(given: Any) -> TypeError:
-    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {given!r}")
+    return TypeError(f"a prompt is text, a list of token ids, or a dict with one of them; got {shown(given)}")
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The prompts of a call that may have been given one alone."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise _no_prompt(prompts)
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and all(isinstance(token, int) for token in listed) else listed
+    given: Any = prompts
+    given = given.tolist() if callable(getattr(given, "tolist", None)) else given
+    if isinstance(given, str | Mapping):
+        return [given]
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
+        raise _no_prompt(given)
+    listed: list[Any] = list(given)
+    return [listed] if listed and all(isinstance(token, Integral) for token in listed) else listed
 
 
 def params_list(

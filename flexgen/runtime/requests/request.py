@@ -121,10 +121,8 @@ class Request:
             self.logprobs.append(listed)
             self.cumulative_logprob += logprob
         ending = self.stops.by_token(token, self.produced)
-        if self.rules is not None:
-            self.rules.accept(token)
-            if ending is None and self.rules.complete:
-                ending = ("stop", None)
+        if ending is None and self.rules is not None and self.rules.complete:
+            ending = ("stop", None)
         if ending is not None:
             self.finish(*ending)
         if self.stops.strings:
@@ -229,6 +227,7 @@ class RequestGroup:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             routed_experts=request.returned_routes() if request.finished else None,
+            error=request.error,
         )
 
     def _since(self, index: int, text: int, tokens: int) -> tuple[int, int]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Grammar:
     """Where one answer stands in its language."""
 
-    def __init__(self, xgrammar: Any, compiled: Any, vocab: int) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+    def __init__(self, xgrammar: Any, compiled: Any, vocab: int, has_eos: bool) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not has_eos)
         self._bits = xgrammar.allocate_token_bitmask(1, vocab)
         self._shifts = torch.arange(32, dtype=torch.int32)
 
@@ -36,9 +36,9 @@ class Grammar:
         refused[:count] = ~allowed[:count]
         return logits_V.masked_fill(refused, float("-inf"))
 
-    def accept(self, token: int) -> None:
-        if not self._matcher.is_terminated() and not self._matcher.accept_token(token):
-            raise FlexgenError(f"token {token} was sampled but the grammar refuses it: this is a bug in flexgen")
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False where the language has none such here."""
+        return self._matcher.is_terminated() or self._matcher.accept_token(token)
 
     @property
     def complete(self) -> bool:
@@ -55,7 +55,7 @@ class GrammarCompiler:
             raise FlexgenError(
                 "structured_outputs needs the package xgrammar: pip install 'flexgen[structured]'"
             ) from error
-        self._xgrammar, self._vocab = xgrammar, tokens.vocab
+        self._xgrammar, self._vocab, self._has_eos = xgrammar, tokens.vocab, bool(tokens.eos_ids)
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokens.require("structured_outputs"), vocab_size=tokens.vocab, stop_token_ids=list(tokens.eos_ids)
         )
@@ -69,7 +69,7 @@ class GrammarCompiler:
             compiled = self._compile_cached(kind, source, params.disable_any_whitespace)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"structured_outputs.{kind} is not valid: {error}") from error
-        return Grammar(self._xgrammar, compiled, self._vocab)
+        return Grammar(self._xgrammar, compiled, self._vocab, self._has_eos)
 
     def _compile(self, kind: str, source: str, compact: bool) -> Any:
         if kind == "json":
@@ -84,7 +84,9 @@ class GrammarCompiler:
 def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     """(kind, text) of the one field that is given."""
     if params.json is not None:
-        return "json", params.json if isinstance(params.json, str) else json.dumps(params.json)
+        given: Any = params.json
+        schema = given.model_json_schema() if hasattr(given, "model_json_schema") else given
+        return "json", schema if isinstance(schema, str) else json.dumps(dict(schema))
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flexgen.contract.json_files import read_object, shown
 from flexgen.errors import ConfigError, FlexgenError
+from flexgen.runtime.requests.templates import render
+
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"
+)  # fmt: skip
+"""One of which every tokenizer that transformers reads has."""
+
+_WITHOUT = "\ngive LLM(tokenizer=DIR), or skip_tokenizer_init=True to work with token ids only"
 
 
 class Tokens:
@@ -29,18 +37,20 @@ class Tokens:
     @classmethod
     def load(cls, tokenizer: str | Path | None, directory: Path | None, config: Mapping[str, Any], vocab: int) -> Tokens:
         """Read the tokenizer at `tokenizer` (None: none) and `directory`'s generation_config.json, if there is one."""
-        generation = _read_json(directory / "generation_config.json") if directory else {}
+        file = directory / "generation_config.json" if directory else None
+        generation = read_object(file) if file is not None and file.exists() else {}
         if tokenizer is None:
             return cls(None, config, generation, vocab)
+        _check_directory(tokenizer, vocab)
         from transformers import AutoTokenizer  # a second of import that engines without a tokenizer do not pay
 
         try:
             loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         except Exception as error:  # a damaged tokenizer.json raises a bare Exception
             raise FlexgenError(
-                f"no tokenizer could be read from {tokenizer}: {error}\n"
-                "give LLM(tokenizer=DIR), or skip_tokenizer_init=True to work with token ids only"
+                f"no tokenizer could be read from {tokenizer}: {shown(error, 1000)}{_WITHOUT}"
             ) from error
+        _check_made_up(loaded, tokenizer)
         return cls(loaded, config, generation, vocab)
 
     def require(self, purpose: str) -> Any:
@@ -60,7 +70,8 @@ class Tokens:
     def decode_spaceless(self, ids: Sequence[int]) -> str:
         """Decode with specials, and no space between two added tokens that follow each other."""
         added = self.require("text").added_tokens_decoder
-        text, run, previous_added = "", [], False
+        run: list[int] = []
+        text, previous_added = "", False
         for token in ids:
             is_added = token in added
             if is_added and previous_added:
@@ -73,56 +84,38 @@ class Tokens:
     def _decode_token(self, token: int) -> str | None:
         return None if self.tokenizer is None else self.decode([token], skip_special=False)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+    def chat(self, messages: Sequence[Any], **template: Any) -> list[int]:
         """Token ids of a conversation. The template writes BOS where the model wants one; none is added to it."""
         tokenizer = self.require("chat")
-        if not getattr(tokenizer, "chat_template", None) and not template.get("chat_template"):
-            raise ValueError("this tokenizer has no chat template; give chat(..., chat_template=TEXT)")
-        from jinja2 import TemplateError  # as transformers imports it, only where a template is rendered
-
-        plain = [_plain_message(message) for message in messages]
-        try:
-            return list(tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False, **template))
-        except TemplateError as error:
-            raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        return list(tokenizer(render(tokenizer, messages, template), add_special_tokens=False)["input_ids"])
 
 
-def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is text: its parts of type `text` are joined by newlines, as vLLM does."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"a message is a dict with a 'role' and a 'content'; got {message!r}")
-    content = message.get("content")
-    if content is None or isinstance(content, str):  # None: a message that calls tools
-        return message
-    texts = []
-    for part in content if isinstance(content, Sequence) else [content]:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise ValueError(f"a message's content is text, or parts {{'type': 'text', 'text': ...}}; got {part!r}")
-    return {**message, "content": "\n".join(texts)}
+def _check_directory(tokenizer: str | Path, vocab: int) -> None:
+    """Raises FlexgenError for a directory that holds no tokenizer: transformers makes up one of a single token there."""
+    directory = Path(tokenizer)
+    if not directory.is_dir():
+        raise FlexgenError(f"tokenizer is {shown(str(tokenizer))}, which is no directory; nothing is downloaded{_WITHOUT}")
+    if not any((directory / name).is_file() for name in _FILES):
+        raise FlexgenError(f"no tokenizer could be read from {tokenizer}: it has none of the files {', '.join(_FILES)}{_WITHOUT}")
+    file, most = directory / "tokenizer.json", 2**24 + 400 * vocab
+    if file.is_file() and (size := file.stat().st_size) > most:
+        raise FlexgenError(f"{file} has {size} bytes, and a model of {vocab} tokens has at most {most}: it is damaged{_WITHOUT}")
+
+
+def _check_made_up(tokenizer: Any, source: str | Path) -> None:
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        raise FlexgenError(
+            f"no tokenizer could be read from {source}: what transformers makes of its files has special tokens alone; one of "
+            f"{', '.join(_FILES)} is missing or empty{_WITHOUT}"
+        )
 
 
 def _ids(value: int | Sequence[int] | None) -> Sequence[int]:
     ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
     if not all(type(token) is int for token in ids):
-        raise ConfigError(f"eos_token_id is {value!r}, and must be a token id or a list of them")
+        raise ConfigError(f"eos_token_id is {shown(value)}, and must be a token id or a list of them")
     return ids
 
 
 def _largest_id(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values())
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path} holds a {type(fields).__name__}, not an object")
-    return fields

@@ -249,7 +249,9 @@ def sample(
         assert tables.counts_SV is not None
         tables.counts_SV.index_put_((slots_R, tokens_R), torch.ones_like(tokens_R, dtype=torch.int32), accumulate=True)
     if raw:
-        return describe(mask_padding(model_RV.float(), real_vocab).log_softmax(-1), tokens_R, features.top_logprobs)
+        sampled = describe(mask_padding(model_RV.float(), real_vocab).log_softmax(-1), tokens_R, features.top_logprobs)
+        sampled.logprobs_R = torch.where(logprobs_R.isnan(), logprobs_R, sampled.logprobs_R)  # nothing could be drawn
+        return sampled
     if logprobs_RV is None:
         return Sampled(tokens_R, logprobs_R, ranks_R, None, None)
     return Sampled(tokens_R, logprobs_R, ranks_R, *most_likely(logprobs_RV, features.top_logprobs))

@@ -11,6 +11,7 @@ from flexgen.errors import FlexgenError
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.scheduling.pools import PageGroup, group_pages, state_bytes
 from flexgen.runtime.served import ServedModel
+from flexgen.runtime.transfer import memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,12 @@ def size_pools(model: ServedModel, groups: Sequence[PageGroup], options: EngineO
         return sum(n * group.page_bytes(options.block_size, model.dtype) for n, group in zip(pages(full), groups))
 
     if options.num_gpu_blocks_override is not None:
+        wanted, memory = taken(options.num_gpu_blocks_override), memory_bytes(model.device)
+        if wanted > memory:
+            raise ValueError(
+                f"num_gpu_blocks_override={options.num_gpu_blocks_override} takes {wanted} bytes, and {model.device} has {memory}; "
+                "lower it, or leave it out to use what memory holds"
+            )
         return pages(options.num_gpu_blocks_override)
     usable = _cache_bytes(model, options)
     low, high = 0, options.max_num_seqs * -(-options.max_model_len // options.block_size)

@@ -271,7 +271,7 @@ def test_a_directory_without_weights(checkpoint):
 def test_a_damaged_index_is_named(text, checkpoint):
     folder = checkpoint("llama")
     (folder / f"{FILE}.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"index\.json (is damaged|is not JSON|holds a list)"):
         load(folder)
 
 

@@ -326,8 +326,8 @@ def test_another_abi_names_the_build_command(tmp_path):
         ({"num_experts_per_tok": 0}, "send each token to 0 of 8 experts by config.json"),
         ({"num_experts_per_tok": 9}, "send each token to 9 of 8 experts by config.json"),
         ({"num_hidden_layers": 10**9}, "gives the model 1000000000 layers, and 10000 is the most"),
-        ({"moe_intermediate_size": 0}, "no size may be less than 1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "this checkpoint is quantised .*write it in 16 or 32 bits first"),
+        ({"moe_intermediate_size": 0}, "each size must be a whole number, no less than 1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "this checkpoint is quantised by 'fp8', .*FineGrainedFP8Config"),
     ],
 )
 def test_sizes_that_make_no_model_and_quantised_weights_are_refused(fields, message, tmp_path):
@@ -352,7 +352,7 @@ def test_a_hand_edit_that_python_cannot_read_is_named(tmp_path):
     folder = shutil.copytree(root("generated") / "llama", tmp_path / "llama")
     (folder / "walker.py").write_text("def broken(:\n")
     with pytest.warns(UserWarning, match="edited by hand"), pytest.raises(PackageError, match=r"walker.py:1: .*run `flexgen build`"):
-        load_package(folder)
+        load_package(folder, allow_edited=True)
 
 
 def test_hand_edits_warn_and_take_effect(tmp_path):
@@ -360,8 +360,10 @@ def test_hand_edits_warn_and_take_effect(tmp_path):
     before = load_package(folder)
     with (folder / "walker.py").open("a") as file:
         file.write("MINE = True\n")
+    with pytest.raises(PackageError, match=r"edited by hand .*walker\.py; run `flexgen build specs/llama.yaml`.*allow_edited=True"):
+        load_package(folder)
     with pytest.warns(UserWarning, match=r"walker\.py"):
-        after = load_package(folder)
+        after = load_package(folder, allow_edited=True)
     assert after.walker.MINE and not hasattr(before.walker, "MINE")
     assert load_package(root("generated") / "llama").walker is not before.walker
 

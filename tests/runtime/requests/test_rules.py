@@ -17,10 +17,10 @@ from tests.runtime.toy import Toy
 torch.set_num_threads(1)
 
 
-def finish(params, count=1, prompts=None):
+def finish(params, **options):
     """The groups of `params`, all run together."""
     toy = Toy(vocab=340)
-    engine = Engine(toy, Tokens(small_tokenizer(), {}, {}, 340), EngineOptions(200, 4, num_gpu_blocks_override=60))
+    engine = Engine(toy, Tokens(small_tokenizer(), {}, {}, 340), EngineOptions(200, 4, num_gpu_blocks_override=60, **options))
     groups = [engine.add(str(i), [5 + i], each) for i, each in enumerate(params)]
     while engine.unfinished:
         engine.step()
@@ -49,6 +49,31 @@ def test_answers_belong_to_their_language():
     metrics = engine.all_metrics()
     assert metrics["lock_step_steps"] == metrics["prefill_steps"] + metrics["decode_steps"]
     assert metrics["dropped_tokens"] == 0
+
+
+@pytest.mark.parametrize("language", [{"choice": ["fox"]}, {"regex": "a{2}"}, {"grammar": 'root ::= "y"'}])
+def test_the_end_of_a_grammar_outranks_min_tokens(language):
+    params = structured(**language)
+    params.min_tokens = 40
+    _, (answer, other) = finish([params, SamplingParams(seed=1, max_tokens=8, ignore_eos=True)])
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (
+        {"choice": "fox", "regex": "aa", "grammar": "y"}[next(iter(language))], "stop", None
+    )  # fmt: skip
+    assert len(other.token_ids) == 8
+
+
+def test_a_grammar_that_may_go_on_does_until_min_tokens():
+    params = structured(regex="a+")
+    params.min_tokens = 20
+    _, (answer,) = finish([params])
+    assert len(answer.token_ids) > 20 and set(answer.text) == {"a"}
+
+
+def test_a_token_that_a_processor_brings_back_against_the_grammar_is_that_requests_error():
+    params = structured(choice=["fox"])
+    params.logits_processors = [lambda outputs, row: torch.zeros_like(row).index_fill(0, torch.tensor([9]), 50.0)]
+    _, (answer, other) = finish([params, SamplingParams(seed=1, max_tokens=8, ignore_eos=True)])
+    assert answer.finish_reason == "error" and "the grammar does not allow" in answer.error and len(other.token_ids) == 8
 
 
 def test_a_schema_or_grammar_that_is_not_well_formed_is_refused():
@@ -85,8 +110,8 @@ def test_a_processor_sees_prompt_outputs_and_biased_logits():
 def test_processors_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="takes 1 arguments"):
         finish([SamplingParams(logits_processors=[lambda row: row])])
-    with pytest.raises(ValueError, match=r"must return a tensor of shape \(340,\)"):
-        finish([SamplingParams(logits_processors=[lambda outputs, row: row[:3]])])
+    _, (answer,) = finish([SamplingParams(logits_processors=[lambda outputs, row: row[:3]])])
+    assert answer.finish_reason == "error" and "must return a tensor of shape (340,)" in answer.error
 
 
 def test_bad_words_of_one_and_of_several_tokens_never_appear():
@@ -117,8 +142,8 @@ def test_bad_words_are_barred_with_and_without_a_space_before():
     assert bad_word_ids(["dog", " lazy dog", "x"], vocabulary.__getitem__) == [(3,), (4,), (5, 4), (6, 4), (7,)]
 
 
-def test_rules_that_allow_nothing_are_an_error_of_that_request():
-    _engine, answers = finish(
-        [SamplingParams(allowed_token_ids=[9], bad_words=[small_tokenizer().decode([9])]), SamplingParams(max_tokens=4)]
-    )
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_rules_that_allow_nothing_are_an_error_of_that_request(mode):
+    nothing = SamplingParams(allowed_token_ids=[9], bad_words=[small_tokenizer().decode([9])])
+    _engine, answers = finish([nothing, SamplingParams(max_tokens=4)], logprobs_mode=mode)
     assert answers[0].finish_reason == "error" and answers[1].finish_reason in ("stop", "length")

@@ -1,9 +1,12 @@
 """Text as it grows, and the rules that end an answer, through an engine that is made to say given tokens."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.options import EngineOptions
@@ -62,6 +65,73 @@ def test_pieces_add_up_to_the_whole_text(tokens, cuts, skip):
         text, at, turn = text + stepwise.push(tokens[at : at + size]), at + size, turn + 1
         assert not text.endswith("\ufffd") or "\ufffd" in tokenizer.decode(tokens)
     assert text + stepwise.flush() == tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+def fallback_tokenizer():
+    """Bytes as tokens 0 to 255 (`<0x00>`), letters after them, as SentencePiece models write what they have no piece for."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256} | {c: 257 + i for i, c in enumerate("abc")}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token=None))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(parts)
+    return raw
+
+
+def pieces(prompt, answer, decode=None):
+    stepwise = Detokenizer(decode or fallback_tokenizer().decode, prompt)
+    return [*(stepwise.push([token]) for token in answer), stepwise.flush()]
+
+
+EMOJI, A, B = list("🙂".encode()), 257, 258
+
+
+def test_an_answer_that_completes_the_prompts_character_owns_it():
+    for known in range(4):
+        assert "".join(pieces([A, *EMOJI[:known]], [*EMOJI[known:], A, B])) == "🙂ab"
+    assert pieces([A, *EMOJI[:2]], [*EMOJI[2:], A, B]) == ["", "🙂", "a", "b", ""]
+    byte_level = small_tokenizer()
+    spread = byte_level.encode("🦊", add_special_tokens=False)
+    assert len(spread) > 2
+    assert "".join(pieces(spread[:2], [*spread[2:], *ids("ab")], byte_level.decode)) == "🦊ab"
+
+
+def test_what_the_prompt_left_broken_is_not_the_answers():
+    assert "".join(pieces([A, 0x80], [A, B])) == "ab"
+    assert "".join(pieces([A, *EMOJI[:2]], [A, B])) == "ab"
+
+
+def test_replacement_signs_are_released_once_no_character_can_follow_and_time_is_linear():
+    def run(decode, token, count):
+        started = time.process_time()
+        parts = pieces([A], [token] * count, decode)
+        return parts, time.process_time() - started
+
+    for decode in (fallback_tokenizer().decode, small_tokenizer().decode):
+        stray = 0x80 if decode([0x80]) == "\ufffd" else ids("🦊")[1]
+        parts, _ = run(decode, stray, 300)
+        assert "".join(parts) == "\ufffd" * 300
+        assert all(len("".join(parts[: n + 1])) >= n - 2 for n in range(300))  # at most the last three are held
+        short, long = run(decode, stray, 1000)[1], run(decode, stray, 8000)[1]
+        assert long < 8 * short * 3
+    spaces = [EXTRA] * 4000  # special tokens are no text
+    codec = Tokens(small_tokenizer(), {}, {}, 340)
+    started = time.process_time()
+    assert "".join(pieces([50], [*spaces, *ids("fox")], codec.decode)) == "fox"
+    assert time.process_time() - started < 5
+
+
+def test_text_before_an_incomplete_character_is_not_held_back():
+    assert pieces([A], [A, B, *EMOJI[:3]])[:2] == ["a", "b"]
+    stepwise = Detokenizer(fallback_tokenizer().decode, [A])
+    assert stepwise.push([A, B, *EMOJI[:2]]) == "ab" and stepwise.push(EMOJI[2:]) == "🙂"
+
+
+def test_long_texts_of_bytes_alone_are_whole():
+    text = "日本語🙂é" * 60
+    assert "".join(pieces([A], list(text.encode()))) == text
+    for size in (2, 3, 5, 7, 100):
+        stepwise, data = Detokenizer(fallback_tokenizer().decode, [A]), list(text.encode())
+        parts = [stepwise.push(data[at : at + size]) for at in range(0, len(data), size)]
+        assert "".join(parts) + stepwise.flush() == text
 
 
 def test_characters_of_several_tokens_appear_whole():
