@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,25 +46,40 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
 
     The new package is made beside the old one and takes its place at once, so that a reader, and a kill, finds one or the
     other whole (`flexgen.render.swap`). Files that the old manifest names and the spec no longer makes are removed;
-    anything else is left alone.
+    anything else is left alone. A folder that is a link stays one: what it points to is exchanged. Raises OSError, which
+    names the folder, where the system lets nothing be written; the package is then as it was.
     """
-    recover(folder.parent)
+    real = folder.resolve()
+    recover(real.parent)
     changed = [d.path for d in compare(folder, files) if d.change != "EXTRA"]
     orphans = [folder / name for name in _recorded(folder) if name not in files and (folder / name).exists()]
     if not changed and not orphans:
         return []
+    try:
+        _exchange(real, files, [orphan.name for orphan in orphans])
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, f"{_reason(error)}; it is as it was", str(folder)) from None
+    return changed + orphans
+
+
+def _exchange(folder: Path, files: dict[str, str], orphans: list[str]) -> None:
     with staging(folder) as staged:
         if folder.exists():
             shutil.copytree(folder, staged, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-        for orphan in orphans:
-            (staged / orphan.name).unlink()
+        for name in orphans:
+            (staged / name).unlink()
         for name, text in files.items():
             target = staged / name
             if not target.exists() or target.read_bytes() != text.encode():
                 target.write_bytes(text.encode())
         staged.chmod(0o755)
         swap(staged, folder)
-    return changed + orphans
+
+
+def _reason(error: OSError) -> str:
+    """What the system said; `shutil` has it in a text for each file."""
+    number = re.search(r"\[Errno (\d+)\]", str(error))
+    return os.strerror(int(number[1])) if number else error.strerror or str(error)
 
 
 def _recorded(folder: Path) -> dict[str, str]:

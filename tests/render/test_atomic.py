@@ -145,3 +145,40 @@ def test_the_command_killed_at_random_moments(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     assert {path: path.read_bytes() for path in out.glob("*/*.*")} == new
     assert not (out / swap.WORKSHOP).exists()
+
+
+def test_a_folder_that_is_a_link_stays_one(tmp_path):
+    real, link = tmp_path / "elsewhere" / "toy", tmp_path / "generated" / "toy"
+    real.mkdir(parents=True)
+    (real / "mine.txt").write_text("kept")
+    link.parent.mkdir()
+    link.symlink_to(real, target_is_directory=True)
+    write(link, {"walker.py": "x = 1\n"})
+    assert link.is_symlink() and (real / "walker.py").read_text() == "x = 1\n" and (real / "mine.txt").read_text() == "kept"
+    assert [path.name for path in link.parent.iterdir()] == ["toy"]
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from flexgen.render.build import write
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write(Path(sys.argv[1]), {"walker.py": "x = 2\\n" * int(sys.argv[2])})
+except OSError as error:
+    print(type(error).__name__, error.filename, error.strerror)
+"""
+
+
+@pytest.mark.parametrize("old, new", [(None, 500), (1, 500), (500, 1)], ids=["fresh", "new too large", "old too large"])
+def test_where_nothing_more_can_be_written_the_package_is_as_it_was(tmp_path, old, new):
+    """The system ends every write beyond 1000 bytes, as a full disk does."""
+    folder = tmp_path / "toy"
+    if old:
+        write(folder, {"walker.py": "x = 1\n" * old})
+    before = {path.name: path.read_bytes() for path in folder.glob("*")}
+    done = subprocess.run([sys.executable, "-c", FULL, str(folder), str(new)], capture_output=True, text=True)
+    assert "OSError" in done.stdout and str(folder) in done.stdout and "File too large; it is as it was" in done.stdout
+    assert {path.name: path.read_bytes() for path in folder.glob("*")} == before
+    assert not (tmp_path / ".building").exists()
