@@ -55,6 +55,7 @@ def write(folder: Path, files: dict[str, str]) -> list[Path]:
     orphans = [folder / name for name in _recorded(folder) if name not in files and (folder / name).exists()]
     if not changed and not orphans:
         return []
+    real.parent.mkdir(parents=True, exist_ok=True)
     try:
         _exchange(real, files, [orphan.name for orphan in orphans])
     except OSError as error:
