@@ -145,8 +145,6 @@ class AsyncEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # ------------------------------------------------------------ on the caller's side
-
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Run `work` on the engine's thread, between two steps."""
         self._check_process()
@@ -175,8 +173,6 @@ class AsyncEngine:
         with self._gate:
             if self._ended is None and not self._closing:
                 self._jobs.put(_Job(lambda: self._end(stream)))
-
-    # ------------------------------------------------------------ on the engine's thread
 
     def _run(self) -> None:
         """Until it is closed. Whatever ends it, nobody waits for it any more."""

@@ -92,8 +92,6 @@ class Tracer:
         finally:
             sys.settrace(before)
 
-    # ------------------------------------------------------------ events
-
     def _call(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         return self._event if self._is_generated(frame.f_code) else None
 
@@ -119,8 +117,6 @@ class Tracer:
             innermost_first = reversed(list(ast.walk(statement)))
             for call in (node for node in innermost_first if isinstance(node, ast.Call)):
                 self._compare(frame, call)
-
-    # ------------------------------------------------------------ comparisons
 
     def _compare(self, frame: FrameType, call: ast.Call) -> None:
         weights = frame.f_locals.get("w")
@@ -148,8 +144,6 @@ class Tracer:
         difference = error(ours, theirs)
         if difference > self.tolerance:
             self.fault = Fault(place(), what, difference)
-
-    # ------------------------------------------------------------ places
 
     def _blame(self, frame: FrameType, expression: ast.expr) -> Place:
         """The line that made the value of an expression in a running function."""

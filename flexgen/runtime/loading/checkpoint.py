@@ -179,8 +179,6 @@ def _choose_prefix(names: Mapping[str, Path], prefixes: Sequence[str], directory
     return fitting[0]
 
 
-# ---------------------------------------------------------------- into storage
-
 _MXFP4_PARTS = ("_blocks", "_scales")
 
 

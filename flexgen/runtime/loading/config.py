@@ -64,7 +64,6 @@ class Config:
         if reason is not None:
             raise ConfigError(f"{reason}: another spec describes that, or none does")
 
-    # ------------------------------------------------------------ values
 
     # `nonzero` is for what the spec divides by
 
@@ -175,8 +174,6 @@ class Config:
             listed = ", ".join(f"{shown(value)} in layer {index}" for index, value in found.items())
             raise ConfigError(f"per_layer_config must give all {wanted} layers one {field}, and gives {listed}")
         return next(iter(distinct.values()), _MISSING)
-
-    # ------------------------------------------------------------ nothing unread
 
     def finish(self) -> None:
         """Raises ConfigError for each field of config.json that nothing read and nothing lets us ignore, or both."""
