@@ -224,7 +224,6 @@ class Engine:
         self.metrics.finished_requests += reason not in ("abort", "error")
 
 
-
 def _prefix_caching(model: ServedModel, options: EngineOptions) -> bool:
     wanted = options.enable_prefix_caching is not False
     if wanted and has_recurrent_state(model.state):

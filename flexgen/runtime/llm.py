@@ -73,6 +73,7 @@ class LLM:
     ) -> None:
         _refuse_unknown(options)
         _check_paths(spec=spec, generated=generated, tokenizer=tokenizer)
+        _check_reachable(model=model, generated=generated, tokenizer=tokenizer)
         _check_names(load_format=load_format, mamba_ssm_cache_dtype=mamba_ssm_cache_dtype)
         _check_flags(skip_tokenizer_init=skip_tokenizer_init, allow_edited=allow_edited, enable_sleep_mode=enable_sleep_mode)
         if enable_sleep_mode:
@@ -242,6 +243,16 @@ def _check_paths(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and (not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value)):
             raise TypeError(f"{name} is {shown(value)}, and must be a name or path")
+
+
+def _check_reachable(**arguments: Any) -> None:
+    """Raises ValueError for a folder that the system does not even look for: too long a name, or in one that is closed."""
+    for name, value in arguments.items():
+        try:
+            if isinstance(value, str | os.PathLike):
+                Path(value, "config.json").exists()
+        except OSError as error:
+            raise ValueError(f"{name} is {shown(value)}, and cannot be looked for: {error.strerror}") from None
 
 
 def _check_names(**arguments: Any) -> None:

@@ -195,7 +195,6 @@ _FREQUENCIES: Mapping[str, Callable[[Rope], tuple[Tensor, float]]] = MappingProx
 )
 
 
-
 def checked_length(config: Mapping[str, Any]) -> int | None:
     """The tokens that a model was made for by its (normalised) config.json, None where that says nothing."""
     longest = config.get("max_position_embeddings")

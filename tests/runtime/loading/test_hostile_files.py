@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +118,30 @@ def test_long_names_and_values_are_cut(folder):
         for value in ("y" * 50_000, ["y" * 50_000], 10**4000):
             (folder / "config.json").write_text(json.dumps({**tiny_config("llama"), field: value}))
             refused(folder, (ConfigError, ValueError), field.removeprefix("torch_"), dtype="auto")
+
+
+@pytest.mark.parametrize("spec", ["x" * 5000, Path("x" * 5000)])
+def test_a_specs_name_that_is_long_is_cut(spec, folder):
+    refused(folder, ConfigError, r"no generated package .*x{60}.*…: run", spec=spec)
+
+
+@pytest.mark.parametrize("name", ["generated", "tokenizer"])
+def test_a_path_that_is_too_long_is_no_path(name, folder):
+    for path in ("x" * 5000, Path("a/" * 3000)):
+        refused(folder, ValueError, f"{name} is .*…, and cannot be looked for: File name too long", **{name: path})
+        refused(path, ValueError, "model is .*…, and cannot be looked for: File name too long")
+
+
+def test_a_device_that_is_long_is_cut(folder):
+    refused(folder, ValueError, "device is 'x{78}…, which torch cannot use here: Expected one of cpu", device="x" * 5000)
+
+
+@pytest.mark.parametrize("factor", [1e308, 10**308])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_rope_that_stretches_without_end(kind, factor, folder):
+    rope = {"rope_type": kind, "factor": factor, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen3", rope_parameters=rope)))
+    refused(folder, ValueError, "which its rope stretches to 16777216", max_model_len=2**24 + 1, load_format="dummy")
 
 
 @pytest.mark.parametrize("size", [10**12, 10**9, 10**18, 2**62])
