@@ -31,6 +31,7 @@ class Model:
 
     layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
     load_seconds  how long `load` took
+    missing_weights  tensors without which an update that failed half-way leaves a mixture
     mixers    per layer, the entries that keep state; `state` says what each keeps
     routers   per layer, where each router leaves a token's experts on request, and how many it chooses
     """
@@ -47,7 +48,9 @@ class Model:
         self.report: LoadReport | None = None
         self.load_seconds = 0.0
         self.weight_version = 0
+        self.missing_weights: set[str] = set()
         self.head_dtype: torch.dtype | None = None
+        self._stored_head: Tensor | None = None
         self.state: dict[str, State] = package.walker.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
         routes = package.walker.routes(dims)
@@ -134,6 +137,19 @@ class Model:
                 if weight.present:
                     yield layer, weight, index
 
+    def stored(self, layer: Layer, weight: Weight) -> Tensor:
+        """A weight as updates write it, which for the head need not be what is multiplied."""
+        if self._stored_head is not None and layer is self.weights and weight.role == self.package.walker.HEAD:
+            return self._stored_head
+        return getattr(layer, weight.role)
+
+    @torch.no_grad()
+    def weights_written(self) -> None:
+        """After every change of the weights in place: derive again what is made of them, and raise the version."""
+        if self._stored_head is not None:
+            getattr(self.weights, self.package.walker.HEAD).copy_(self._stored_head)
+        self.weight_version += 1
+
     def _fill(self, checkpoint: Checkpoint) -> LoadReport:
         staging = Staging(self.device)
         for layer, weight, index in self.storages():
@@ -176,12 +192,15 @@ class Model:
         return self.walker.logits(hidden_RD if self.head_dtype is None else hidden_RD.to(self.head_dtype))
 
     @torch.no_grad()
-    def set_head_dtype(self, dtype: torch.dtype) -> None:
-        """Derive a head of another dtype from the stored one; a tied embedding keeps its own."""
+    def set_head_dtype(self, dtype: torch.dtype, keep: bool = False) -> None:
+        """Derive a head of another dtype from the stored one, which stays where it is an embedding too, or with `keep`."""
         if dtype == self.dtype:
             return
         head = self.package.walker.HEAD
-        setattr(self.weights, head, getattr(self.weights, head).to(dtype))
+        stored = getattr(self.weights, head)
+        if keep or any(weight.role == head and weight.same_as for weight in self.table("model")):
+            self._stored_head = stored
+        setattr(self.weights, head, stored.to(dtype))
         self.head_dtype = dtype
 
     def set_state_dtype(self, dtype: torch.dtype) -> None:
