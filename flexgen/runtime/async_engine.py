@@ -13,6 +13,7 @@ from typing import Any
 from flexgen.errors import FlexgenError
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.llm import LLM
+from flexgen.runtime.loading.updates import Source, Update
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.prompts import Prompt, parse_prompt
@@ -135,6 +136,13 @@ class AsyncEngine:
     async def reset_prefix_cache(self) -> bool:
         return await self._on_thread(self._llm.reset_prefix_cache)
 
+    async def load_weights(self, source: Source, on_running: str = "wait") -> Update:
+        """`LLM.load_weights` between two steps; what runs is answered, or aborted, to those who await it."""
+        return await self._on_thread(lambda: self._between(on_running, lambda how: self._llm.load_weights(source, how)))
+
+    async def reload_weights(self, on_running: str = "wait") -> Update:
+        return await self._on_thread(lambda: self._between(on_running, self._llm.reload_weights))
+
     def close(self) -> None:
         """Abort everything and stop the thread. Callers that still listen get their outputs so far."""
         self._check_process()
@@ -222,6 +230,15 @@ class AsyncEngine:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self._engine.abort(stream.group)
+
+    def _between(self, on_running: str, work: Callable[[str], Any]) -> Any:
+        """Run `work`, whose argument is on_running, and give callers what it ended."""
+        while on_running == "wait" and self._engine.unfinished:
+            self._step()
+        try:
+            return work(on_running)
+        finally:
+            self._deliver()
 
     def _shut(self) -> None:
         self._engine.abort_all()

@@ -6,15 +6,21 @@ import hashlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import repeat
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from flexgen.runtime.execution import start
 from flexgen.runtime.execution.runner import InFlight, Runner
 from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.execution.tables import SlotTables
+from flexgen.runtime.loading.model import Model
+from flexgen.errors import FlexgenError
+from flexgen.runtime.loading.sharing import Shared, SharingError
+from flexgen.runtime.loading.updates import Source, Update, UpdateError, Updater, incomplete
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.requests.admission import Admission
 from flexgen.runtime.requests.outputs import token_logprobs
@@ -30,6 +36,9 @@ from flexgen.runtime.scheduling.sizing import size_pools
 from flexgen.runtime.served import ServedModel
 
 log = logging.getLogger(__name__)
+
+ON_RUNNING = ("wait", "abort", "raise")
+"""What an update of the weights does to requests that run."""
 
 
 def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,6 +63,8 @@ class Engine:
         self._turn = threading.RLock()
         self._groups: dict[Request, RequestGroup] = {}
         self._flight: InFlight | None = None
+        self._updater: Updater | None = None
+        self.shared: Shared | None = None
         self.metrics = Metrics()
         self.prefix_caching = _prefix_caching(model, options)
         self.cache = _cache(model, options)
@@ -83,12 +94,59 @@ class Engine:
 
         checked: `admission.check_params` returned these parameters, which many prompts may then share.
         """
+        if self.model.missing_weights:
+            raise UpdateError(incomplete(self.model.missing_weights))
         params = params if checked else self.admission.check_params(params)
         group = self.admission.admit(request_id, prompt_ids, params, prompt, timeout)
         for request in group.requests:
             self._groups[request] = group
             self.scheduler.add(request)
         return group
+
+    @property
+    def model_executor(self) -> SimpleNamespace:
+        """vLLM's way to `load_weights`, as trainers write it: `model_executor.driver_worker.model_runner.model.load_weights`."""
+        runner = SimpleNamespace(model=self)
+        return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+
+    @_in_turn
+    def load_weights(self, source: Source, on_running: str = "wait") -> Update:
+        """Write new weights in place, between two steps. Raises UpdateError for what does not fit.
+
+        on_running: requests that run are finished first ("wait"), aborted ("abort"), or an error ("raise").
+        """
+        self._updater = self._updater or Updater(cast(Model, self.model))
+        self._settle(on_running)
+        return self._updater.load(source)
+
+    @_in_turn
+    def weights_changed(self, on_running: str = "wait") -> Counter[str]:
+        """After a trainer changed the tensors that it shares: derive and cache anew. -> tensors that are shared, by role.
+
+        Raises SharingError for a tensor that is the engine's no longer.
+        """
+        if self.shared is None:
+            raise SharingError("no trainer shares this engine's weights: LLM.from_model makes one that does")
+        self._settle(on_running)
+        counts = self.shared.check()
+        self.model.missing_weights.clear()
+        cast(Model, self.model).weights_written()
+        return counts
+
+    def _settle(self, on_running: str) -> None:
+        """Bring requests to an end, and read the step in flight, before weights change."""
+        if on_running not in ON_RUNNING:
+            raise ValueError(f"on_running is {on_running!r}, and must be one of {', '.join(ON_RUNNING)}")
+        if self.unfinished and on_running == "raise":
+            raise FlexgenError(
+                f"{len(self._groups)} answers are running, and weights change only between requests: finish or abort them, "
+                "or say on_running='wait' or 'abort'"
+            )
+        if on_running == "abort":
+            self.abort_all()
+        while self.unfinished:
+            self.step()
+        self._read_flight()
 
     @_in_turn
     def abort(self, group: RequestGroup, stop_reason: str | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ from flexgen.runtime.engine import Engine
 from flexgen.runtime.execution import regional
 from flexgen.runtime.garbage import few_collections
 from flexgen.runtime.loading.rope import checked_length, stretched_length
+from flexgen.runtime.loading.updates import Source, Update
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
@@ -182,6 +184,41 @@ class LLM:
         """Forget every cached prefix. Always succeeds (True), as vLLM's does when nothing runs."""
         self.llm_engine.reset_prefix_cache()
         return True
+
+    def load_weights(self, source: Source, on_running: str = "wait") -> Update:
+        """Write new weights in place: pairs of Hugging Face name and tensor, all or some; a checkpoint's directory; or what
+        `receive_weights` and `open_weights` give. -> tensors by role. See docs/weights.md.
+
+        on_running: answers that a stream still grows are finished first ("wait"), aborted ("abort"), or an error ("raise").
+        Raises UpdateError or CheckpointError for what does not fit.
+        """
+        return self.llm_engine.load_weights(source, on_running)
+
+    def reload_weights(self, on_running: str = "wait") -> Update:
+        """Read the weights from the model's directory again."""
+        if self._directory is None:
+            raise NotImplementedError("reload_weights reads the directory that a model was loaded from, and this one has none")
+        return self.load_weights(self._directory, on_running)
+
+    def weights_changed(self, on_running: str = "wait") -> Counter[str]:
+        """To be called after the trainer changed tensors that it shares through `from_model`, once an optimizer's step."""
+        return self.llm_engine.weights_changed(on_running)
+
+    @classmethod
+    def from_model(cls, model: Any, *, spec: str | None = None, generated: str | os.PathLike[str] | None = None,
+                   ignore_config: Sequence[str] = (), head_dtype: torch.dtype | None = None, **arguments: Any) -> LLM:  # fmt: skip
+        """An engine on the weights of a live transformers model, PEFT's included: one copy, which both read.
+
+        The model's parameters become views of the engine's storage; call `weights_changed()` after each optimizer step.
+        `arguments` are those of `LLM`. Raises SharingError for a tensor that cannot be shared, before anything is changed.
+        """
+        from flexgen.runtime.loading.sharing import share
+
+        shared = share(model, spec=spec, generated=generated, ignore_config=ignore_config, head_dtype=head_dtype)
+        arguments.setdefault("skip_tokenizer_init", arguments.get("tokenizer") is None)
+        llm = cls(shared.model, **arguments)
+        llm.llm_engine.shared = shared
+        return llm
 
     def metrics(self) -> dict[str, int | float]:
         """Numbers since start, and what is free now. docs/parameters.md lists them."""

@@ -28,6 +28,7 @@ class ServedModel(Protocol):
     routers    per layer, where each router leaves a token's experts on request, and how many it chooses
     head_dtype that of logits, where it is not the model's
     weight_version  rises with every update of the weights
+    missing_weights  names of tensors without which the weights are a mixture of an old and a new model
     """
 
     config: dict[str, Any]
@@ -36,6 +37,7 @@ class ServedModel(Protocol):
     dtype: torch.dtype
     head_dtype: torch.dtype | None
     weight_version: int
+    missing_weights: set[str]
     load_seconds: float
     weights: Layer
     layers: list[Layer]

@@ -29,6 +29,7 @@ class Toy:
         self.dims = SimpleNamespace(vocab=vocab, layers=len(kinds))
         self.config = {"max_position_embeddings": longest, **(config or {})}
         self.directory, self.device, self.dtype, self.weight_version = None, torch.device("cpu"), torch.float32, 0
+        self.missing_weights: set[str] = set()
         self.load_seconds, self.weights, self.head_dtype = 0.0, SimpleNamespace(), None
         self.mixers, self.routers = [(kind,) for kind in kinds], [{} for _ in kinds]
         every = {

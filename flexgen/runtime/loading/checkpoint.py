@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ _MOST_INDEX_BYTES = 2**26
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What a tensor may be stored as. Narrower formats need scales, so they are never read as plain numbers."""
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "U8": torch.uint8}
 
 
 class CheckpointError(FlexgenError):
@@ -72,6 +75,14 @@ class Checkpoint:
         """The shape of a tensor, from the file's header."""
         path, full = self._where[name]
         return tuple(self._files[path].get_slice(full).get_shape())
+
+    def entries(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]]:
+        """Every tensor: its full name, shape and dtype from the file's header, and how to read it."""
+        for name, (path, full) in self._where.items():
+            header = self._files[path].get_slice(full).get_dtype()
+            if header not in _DTYPES:
+                raise CheckpointError(f"{path} holds {full} as {header}, and a weight is one of {', '.join(_DTYPES)}")
+            yield full, self.shape(name), _DTYPES[header], partial(self.read, name)
 
     def read(self, name: str) -> Tensor:
         """One tensor, marked as read."""

@@ -35,6 +35,7 @@ class Model:
 
     layers    one `Layer` a layer; K/V pools and state are bound to them by whoever owns those
     load_seconds  how long `load` took
+    missing_weights  tensors without which an update that failed half-way leaves a mixture
     mixers    per layer, the entries that keep state; `state` says what each keeps
     routers   per layer, where each router leaves a token's experts on request, and how many it chooses
     """
@@ -51,8 +52,9 @@ class Model:
         self.report: LoadReport | None = None
         self.load_seconds = 0.0
         self._weight_version = 0
-        self._tied_copy: tuple[str, str] | None = None
+        self.missing_weights: set[str] = set()
         self.head_dtype: torch.dtype | None = None
+        self._stored_head: Tensor | None = None
         self.state: dict[str, State] = package.attention.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
         self._tables = {kind: self._rows(kind) for kind in ("model", *dict.fromkeys(dims.kinds))}
@@ -148,6 +150,17 @@ class Model:
                 if weight.present:
                     yield layer, weight, index
 
+    def stored(self, layer: Layer, weight: Weight) -> Tensor:
+        """A weight as updates write it, which for the head need not be what is multiplied."""
+        if self._stored_head is not None and layer is self.weights and weight.kind == "head":
+            return self._stored_head
+        return getattr(layer, weight.role)
+
+    @torch.no_grad()
+    def weights_written(self) -> None:
+        """After every change of the weights in place: derive again what is made of them, and raise the version."""
+        self.weight_version += 1
+
     def _fill(self, checkpoint: Checkpoint) -> LoadReport:
         staging = Staging(self.device)
         for layer, weight, index in self.storages():
@@ -179,10 +192,10 @@ class Model:
     @weight_version.setter
     def weight_version(self, version: int) -> None:
         self._weight_version = version
-        if self._tied_copy is not None:  # a head of another dtype than the embedding that it is
-            head, embedding = (getattr(self.weights, role) for role in self._tied_copy)
+        if self._stored_head is not None:  # what is multiplied is a copy of another dtype
+            (head,) = (weight.role for weight in self.table("model") if weight.kind == "head")
             with torch.no_grad():
-                head.copy_(embedding)
+                getattr(self.weights, head).copy_(self._stored_head)
 
     def make_rope_tables(self, length: int) -> None:
         """Rotary tables for positions below `length`, shared by all layers of an entry."""
@@ -203,14 +216,15 @@ class Model:
         return self.walker.logits(hidden_RD if self.head_dtype is None else hidden_RD.to(self.head_dtype))
 
     @torch.no_grad()
-    def set_head_dtype(self, dtype: torch.dtype) -> None:
-        """Derive a head of another dtype from the stored one; a tied embedding keeps its own."""
+    def set_head_dtype(self, dtype: torch.dtype, keep: bool = False) -> None:
+        """Derive a head of another dtype from the stored one, which stays where it is an embedding too, or with `keep`."""
         if dtype == self.dtype:
             return
         (head,) = (weight.role for weight in self.table("model") if weight.kind == "head")
-        tied = next(weight.same_as for weight in self.table("model") if weight.role == head)
-        self._tied_copy = None if tied is None else (head, tied)
-        setattr(self.weights, head, getattr(self.weights, head).to(dtype))
+        stored = getattr(self.weights, head)
+        if keep or any(weight.role == head and weight.same_as for weight in self.table("model")):
+            self._stored_head = stored
+        setattr(self.weights, head, stored.to(dtype))
         self.head_dtype = dtype
 
     def set_state_dtype(self, dtype: torch.dtype) -> None:
