@@ -13,12 +13,12 @@ from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, cast
 
+from flexgen.errors import FlexgenError
 from flexgen.runtime.execution import start
 from flexgen.runtime.execution.runner import InFlight, Runner
 from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.execution.tables import SlotTables
 from flexgen.runtime.loading.model import Model
-from flexgen.errors import FlexgenError
 from flexgen.runtime.loading.sharing import Shared, SharingError
 from flexgen.runtime.loading.updates import Source, Update, UpdateError, Updater, incomplete
 from flexgen.runtime.options import EngineOptions

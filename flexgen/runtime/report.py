@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexgen.runtime.engine import Engine
+from flexgen.runtime.loading.model import Model
 
 
 def memory_report(engine: Engine) -> str:
@@ -31,9 +32,25 @@ def memory_report(engine: Engine) -> str:
     caching = "on" if engine.prefix_caching else "off"
     if engine.options.enable_prefix_caching is not False and not engine.prefix_caching:
         caching = "off: this model has recurrent state, which is not kept at block ends"
+    lines += _weights(engine)
     lines += [f"prefix caching: {caching}", f"sum: {_size(cache.total_bytes)}"]
     lines.append("start-up: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in engine.startup.items()))
     return "\n".join([*lines, *_decode(engine)])
+
+
+def _weights(engine: Engine) -> list[str]:
+    """Bytes of weights, each storage once, and how many of them are a trainer's too."""
+    model, shared = engine.model, engine.shared
+    if not isinstance(model, Model):
+        return []
+    stored, derived = model.weight_bytes()
+    lines = [f"weights: {_size(stored)}, and {_size(derived)} derived of them"]
+    if shared is not None:
+        lines.append(
+            f"shared with a trainer: {_size(shared.nbytes)} in {len(shared.tensors)} tensors, of which {_size(shared.copied)} moved "
+            f"once; the engine's alone: {_size(stored - shared.nbytes + derived)}"
+        )
+    return lines
 
 
 def _decode(engine: Engine) -> list[str]:

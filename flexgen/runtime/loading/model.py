@@ -156,6 +156,13 @@ class Model:
             return self._stored_head
         return getattr(layer, weight.role)
 
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights, each storage once, and of what is derived of them."""
+        stored = sum(self.stored(layer, weight).nbytes for layer, weight, _ in self.storages())
+        heads = [getattr(self.weights, weight.role) for weight in self.table("model") if weight.kind == "head"]
+        derived = 0 if self._stored_head is None else sum(head.nbytes for head in heads)
+        return stored, derived
+
     @torch.no_grad()
     def weights_written(self) -> None:
         """After every change of the weights in place: derive again what is made of them, and raise the version."""

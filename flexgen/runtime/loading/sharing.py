@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,14 +79,15 @@ def share(
     Raises SharingError, and ConfigError where no spec describes the model.
     """
     raw = json.loads(trained.config.to_json_string())
-    package = load_package(choose(raw, spec, generated))
+    package = load_package(choose(raw, spec, None if generated is None else Path(generated)))
     config = normalise(raw, package.manifest["text_config"])
     check_ignored(config, ignore_config)
     dims = package.walker.Dims.from_config(config, tuple(ignore_config))
-    found = _tensors(trained, package.walker.PREFIXES, package.walker.SKIP)
-    first = next(tensor for name, (_, tensor) in found.items() if name == "norm.weight")
+    offered = _tensors(trained, package.walker.PREFIXES)
+    first = next(tensor for _, tensor in offered.values() if tensor.is_floating_point())
     model = Model(package, dims, config, first.dtype, torch.device("meta"))
     shapes = targets_of(model)
+    found = {name: each for name, each in offered.items() if name in shapes or not _skipped(name, each[0], package.walker.SKIP)}
     _check(model, found, shapes, first.device)
     model.device = first.device
     given = {name: tensor for name, (_, tensor) in found.items()}
@@ -100,7 +102,11 @@ def share(
     return Shared(model, shared, copied)
 
 
-def _tensors(trained: Any, prefixes: Sequence[str], skip: Sequence[str]) -> dict[str, tuple[str, Tensor]]:
+def _skipped(name: str, full: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(each, pattern) for each in (name, plain_name(full)) for pattern in patterns)
+
+
+def _tensors(trained: Any, prefixes: Sequence[str]) -> dict[str, tuple[str, Tensor]]:
     """The model's own tensors by the spec's names, with the names that the model gives them; an adapter's are left out."""
     found: dict[str, tuple[str, Tensor]] = {}
     for full, tensor in trained.state_dict(keep_vars=True).items():
@@ -111,8 +117,6 @@ def _tensors(trained: Any, prefixes: Sequence[str], skip: Sequence[str]) -> dict
         plain = plain_name(full)
         prefix = next((p for p in sorted(prefixes, key=len, reverse=True) if plain.startswith(f"{p}.")), None)
         name = plain if prefix is None else plain.removeprefix(f"{prefix}.")
-        if any(fnmatch.fnmatchcase(each, pattern) for each in (plain, name) for pattern in skip):
-            continue
         found[name] = full, tensor
     return found
 
@@ -144,7 +148,7 @@ def _unshareable(tensor: Tensor, target: Target, device: torch.device) -> str | 
     if tensor.dtype != target.view.dtype:
         return f"is {tensor.dtype}, and the engine keeps it as {target.view.dtype}"
     if tensor.device != device:
-        return f"is on {tensor.device}, and the model's norm on {device}: an engine is on one device"
+        return f"is on {tensor.device}, and the model's first on {device}: an engine is on one device"
     if not target.view.is_contiguous():
         return "lies in another order than the engine's storage"
     if not tensor.is_contiguous():

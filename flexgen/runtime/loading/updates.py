@@ -158,10 +158,11 @@ class Updater:
         """
         run = _Run(self)
         if hasattr(source, "entries"):
+            incoming: Any = source
             try:
-                return run.all(source.entries(), complete=False)
+                return run.all(incoming.entries(), complete=False)
             finally:
-                source.close()
+                incoming.close()
         if isinstance(source, str | os.PathLike):
             return run.all(self._on_disk(Path(source).expanduser()), complete=True)
         if isinstance(source, Mapping):
