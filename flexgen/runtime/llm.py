@@ -186,8 +186,8 @@ class LLM:
         return True
 
     def load_weights(self, source: Source, on_running: str = "wait") -> Update:
-        """Write new weights in place: pairs of Hugging Face name and tensor, all or some; a checkpoint's directory; or what
-        `receive_weights` and `open_weights` give. -> tensors by role. See docs/weights.md.
+        """Write new weights in place: pairs of Hugging Face name and tensor, all or some, or a checkpoint's directory.
+        -> tensors by role. See docs/weights.md.
 
         on_running: answers that a stream still grows are finished first ("wait"), aborted ("abort"), or an error ("raise").
         Raises UpdateError or CheckpointError for what does not fit.
