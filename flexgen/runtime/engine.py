@@ -123,13 +123,14 @@ class Engine:
     def weights_changed(self, on_running: str = "wait") -> Counter[str]:
         """After a trainer changed the tensors that it shares: derive and cache anew. -> tensors that are shared, by role.
 
+        It says nothing of a load that failed half-way: only a complete set ends that.
+
         Raises SharingError for a tensor that is the engine's no longer.
         """
         if self.shared is None:
             raise SharingError("no trainer shares this engine's weights: LLM.from_model makes one that does")
         self._settle(on_running)
         counts = self.shared.check()
-        self.model.missing_weights.clear()
         cast(Model, self.model).weights_written()
         return counts
 

@@ -1,7 +1,7 @@
 """New values for weights that are already served: names found, everything checked, counted, written in place.
 
-What can be checked before the first write is: all of a list, a mapping, a checkpoint or an announced stream; a lazy iterable
-tensor by tensor. A load that fails once it has written leaves `Model.missing_weights`, and the engine then refuses to answer.
+What can be checked before the first write is: all of a list, a mapping or a checkpoint; a lazy iterable tensor by tensor. A
+load that fails once it has written leaves `Model.missing_weights`, and the engine then refuses to answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,16 +45,7 @@ class Entry:
     read: Callable[[], Tensor]
 
 
-class Incoming(Protocol):
-    """Tensors from elsewhere that are announced before the first one comes, each then in the order of the announcement."""
-
-    def entries(self) -> Sequence[Entry]: ...
-
-    def close(self) -> None:
-        """Called when the update has ended, however it did."""
-
-
-Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Incoming
+Source = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -148,6 +139,7 @@ class Updater:
         walker = model.package.walker
         self._prefixes = sorted(walker.PREFIXES, key=len, reverse=True)
         self._skip: Sequence[str] = walker.SKIP
+        self._heads = {weight.role for weight in model.table("model") if weight.kind == "head"}
         self._staging: Staging | None = None
 
     def load(self, source: Source) -> Update:
@@ -157,12 +149,6 @@ class Updater:
         nothing was changed then.
         """
         run = _Run(self)
-        if hasattr(source, "entries"):
-            incoming: Any = source
-            try:
-                return run.all(incoming.entries(), complete=False)
-            finally:
-                incoming.close()
         if isinstance(source, str | os.PathLike):
             return run.all(self._on_disk(Path(source).expanduser()), complete=True)
         if isinstance(source, Mapping):
@@ -197,8 +183,7 @@ class Updater:
         view = target.view
         if tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype and tensor.device == view.device:
             return  # the trainer's tensor is this storage
-        heads = {weight.role for weight in self.model.table("model") if weight.kind == "head"}
-        if target.role in heads and self.model.head_dtype is not None:
+        if target.role in self._heads and self.model.head_dtype is not None:
             tensor = tensor.to(self.model.dtype)  # a head kept wider is a copy of the one in the model's dtype
         if view.device.type == "cuda" and tensor.device.type == "cpu":
             self._staging = self._staging or Staging(view.device)

@@ -10,6 +10,7 @@ from torch import nn
 
 from flexgen import LLM, SamplingParams
 from flexgen.runtime.loading.sharing import SharingError, share
+from flexgen.runtime.loading.updates import UpdateError
 from flexgen.verify.harness import Harness
 from flexgen.verify.reference import save
 
@@ -210,3 +211,21 @@ def test_untied_tensors_of_a_tied_model_are_refused():
     trained.lm_head.weight = nn.Parameter(trained.lm_head.weight.detach().clone())
     with pytest.raises(SharingError, match="tie_weights"):
         share(trained)
+
+
+def test_a_load_that_failed_half_way_is_not_made_whole_by_a_step_of_the_trainer():
+    trained = reference(tiny_config("llama"))
+    engine = LLM.from_model(trained, **SIZES)
+    state = {name: tensor.detach().clone() for name, tensor in trained.state_dict().items()}
+
+    def broken():
+        yield from list(state.items())[:3]
+        raise RuntimeError("the sender went away")
+
+    with pytest.raises(RuntimeError, match="went away"):
+        engine.load_weights(broken())
+    engine.weights_changed()
+    with pytest.raises(UpdateError, match="mixture until these have come"):
+        answer(engine)
+    engine.load_weights(state)
+    assert len(answer(engine)) == GREEDY.max_tokens
