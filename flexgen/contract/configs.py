@@ -106,10 +106,15 @@ def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def holds(value: Any, wanted: Any) -> bool:
-    """Whether a value is what a fence wants: a value, one of a list, or `{min: n}`. True and 1 are two values."""
+    """Whether a value is what a fence wants: a value, one of a list, an empty list, or `{min: n}`."""
     if isinstance(wanted, Mapping):
         return not isinstance(value, bool) and isinstance(value, int | float) and value >= wanted["min"]
-    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in _allowed(wanted))
+    return any(same(value, item) for item in _allowed(wanted))
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values of a config are equal. True and 1 are two values."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str | None:
@@ -124,7 +129,8 @@ def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str |
 
 
 def _allowed(wanted: Any) -> list[Any] | tuple[Any, ...]:
-    return wanted if isinstance(wanted, list | tuple) else [wanted]
+    """The values of a list, which is a value itself only where it is empty."""
+    return wanted if isinstance(wanted, list | tuple) and wanted else [wanted]
 
 
 def look(config: Any, path: str, absent: Any = None) -> Any:

@@ -131,6 +131,10 @@ class Config:
         """The kind of each layer."""
         return schedules.resolve(layers, rules)
 
+    def crossed(self, layers: builtins.int, slots: Mapping[str, Sequence[schedules.Rule]]) -> tuple[str, ...]:
+        """The kind of each layer, made of one for each slot."""
+        return schedules.crossed(layers, slots)
+
     def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
         path, value = self._present(paths, default)
         if nonzero and value == 0:
