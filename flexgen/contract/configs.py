@@ -95,14 +95,21 @@ def _move_rope(config: dict[str, Any]) -> None:
 
 
 def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` over `defaults`; a null counts as absent, and objects are merged field by field."""
+    """`config` over `defaults`; a null counts as absent, and objects are merged field by field.
+
+    A rope's parameters are those of its type alone: defaults that name another `rope_type` leave it as it is.
+    """
     out = copy.deepcopy(dict(config))
     for key, value in defaults.items():
         if out.get(key) is None:
             out[key] = copy.deepcopy(value)
-        elif isinstance(value, Mapping) and isinstance(out[key], dict):
+        elif isinstance(value, Mapping) and isinstance(out[key], dict) and not _of_another_type(out[key], value):
             out[key] = merged(out[key], value)
     return out
+
+
+def _of_another_type(table: Mapping[str, Any], default: Mapping[str, Any]) -> bool:
+    return "rope_type" in default and table.get("rope_type", "default") != default["rope_type"]
 
 
 def holds(value: Any, wanted: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 from flexgen.contract.configs import broken_fence, leaves, look, merged, normalise
 from flexgen.contract.ignored import NO_EFFECT
 from flexgen.contract.layer_kinds import written
+from flexgen.contract.synonyms import SYNONYMS
 from flexgen.new.config import Given
-from flexgen.new.meanings import SYNONYMS
 from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.expressions import Name, Number, Or, parse
 from flexgen.spec.load import Spec

@@ -60,7 +60,7 @@ def test_an_empty_slot_takes_its_branch_and_its_weights_away():
 
 REFUSED = {
     "nothing": ("{feed_forward: none}\n", "{feed_forward: none, attention: none}\n", "fills 2 slots"),
-    "slot without a list": ("  feed_forward:\n    - {all: true, kind: dense}\n", "  feed:\n    - {all: true, kind: dense}\n", "unknown slot `feed`"),
+    "slot without a list": ("  feed_forward:\n", "  feed:\n", "unknown slot `feed`"),
     "kind of another slot": ("{all: true, kind: dense}", "{all: true, kind: full}", "unknown kind `full`"),
     "no kind everywhere": ("    - {all: true, kind: dense}\n", "", "no rule of the schedule of `feed_forward`"),
     "a list of one": ("[moe, mlp]", "[moe]", "needs at least 2 items"),
