@@ -11,6 +11,7 @@ from flexgen.assets import root
 FLEXGEN = root("specs").parent / "flexgen"
 FLOORS = (
     ("errors", "assets"),
+    ("project",),
     ("contract",),
     ("runtime.ladder", "runtime.transfer", "runtime.garbage"),
     ("runtime.options", "runtime.served"),
@@ -24,7 +25,9 @@ FLOORS = (
 )
 """From the ground up. Rooms of one floor do not know each other."""
 
-COMPILER = (("errors", "assets"), ("contract",), ("spec",), ("ir",), ("render",), ("compiler",), ("diff",), ("new", "explain"))
+COMPILER = (
+    ("errors", "assets"), ("project",), ("contract",), ("spec",), ("ir",), ("render",), ("compiler",), ("diff",), ("new", "explain"),
+)  # fmt: skip
 TORCH_FREE = {room for floor in COMPILER for room in floor}
 RUNS_WITHOUT = {"pydantic", "yaml", "flexgen.spec", "flexgen.ir", "flexgen.render", "flexgen.compiler"}
 

@@ -194,7 +194,7 @@ def test_refusals(project, tmp_path_factory):
     project.commit("trunk")
     with pytest.raises(UsageError, match=r"neither a directory nor a commit.*did you mean `trunk`"):
         other(project.folder, "trnk")
-    with pytest.raises(UsageError, match="holds no generated packages"):
+    with pytest.raises(UsageError, match="is no generated package, holds none"):
         other(project.folder, str(tmp_path_factory.mktemp("empty")))
     with pytest.raises(UsageError, match="is a file"):
         other(project.folder, str(project.folder / "specs/llama.yaml"))

@@ -125,8 +125,8 @@ def test_errors_name_what_is_wrong():
         verify("lama")
     with pytest.raises(UsageError, match="bfloat16"):
         verify("llama", dtype="bfloat16")
-    with pytest.raises(UsageError, match=r"llama.yaml is a file: give the folder of a package"):
-        verify(root("specs") / "llama.yaml")
+    with pytest.raises(UsageError, match=r"manifest.json is a file, and no spec: give a spec, or the folder of a package"):
+        verify(root("generated") / "llama" / "manifest.json")
 
 
 def test_a_weight_that_transformers_does_not_have_is_named(tmp_path, monkeypatch):
