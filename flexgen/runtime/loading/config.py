@@ -15,6 +15,7 @@ from flexgen.contract.ignored import NO_EFFECT
 from flexgen.contract.json_files import listed, read_object, shown
 from flexgen.contract.quantised import QUANTISED, WAYS_OUT, quantised
 from flexgen.contract.rope_parameters import is_finite
+from flexgen.contract.synonyms import SYNONYMS
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.rope import Rope
 
@@ -93,6 +94,14 @@ class Config:
             raise ConfigError(f"{path} is {shown(value)}, and must be a finite number")
         return float(value)
 
+    def int_or_none(self, *paths: str) -> builtins.int | None:
+        """As `int`, None where every path is absent or null."""
+        return None if self._present(paths, None)[1] is None else self.int(*paths)
+
+    def float_or_none(self, *paths: str) -> builtins.float | None:
+        """As `float`, None where every path is absent or null."""
+        return None if self._present(paths, None)[1] is None else self.float(*paths)
+
     def flag(self, *paths: str, default: Any = _MISSING) -> bool:
         """True or false."""
         path, value = self._first(paths, default)
@@ -143,6 +152,10 @@ class Config:
         """The kind of each layer."""
         return schedules.resolve(layers, rules)
 
+    def crossed(self, layers: builtins.int, slots: Mapping[str, Sequence[schedules.Rule]]) -> tuple[str, ...]:
+        """The kind of each layer, made of one for each slot."""
+        return schedules.crossed(layers, slots)
+
     def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
         path, value = self._present(paths, default)
         if nonzero and value == 0:
@@ -160,7 +173,12 @@ class Config:
             return found
         if default is not _MISSING:
             return paths[0], default
-        raise ConfigError(f"config.json lacks {' and '.join(paths)}, and the spec gives no default")
+        raise ConfigError(f"config.json lacks {' and '.join(paths)}, and the spec gives no default{self._other_name(paths)}")
+
+    def _other_name(self, paths: Sequence[str]) -> str:
+        """A hint at a field that other families, or transformers when it writes the file, give what the spec looks for."""
+        other = next((name for path in paths for name in SYNONYMS.get(path, ()) if look(self.values, name) is not None), None)
+        return f". It has {other}, which is often the same number: if so, let the spec read `{paths[0]} or {other}`" if other else ""
 
     def _layers(self, path: str) -> Any:
         """`layers.VALUE.field`: the field in every layer whose scheduled value is VALUE, which must agree.
