@@ -55,7 +55,11 @@ class Attention(Entry):
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
-    window: Text = Field("none", description="Keys visible to a query, itself included. `none`, or a dim that is `FIELD or none` where the field is null: all before it.")
+    window: Text = Field(
+        "none",
+        description="Keys visible to a query, itself included. `none`, or a dim that is `FIELD or none` where the field is null: "
+        "all before it.",
+    )
     scale: Text | None = Field(None, description="Multiplies the scores; absent: one over the root of `head_dim`.")
     bias: Text = Field("false", description="Whether q, k, v and o have biases: true, false, or a dim that is a flag.")
     q_norm: Identifier | Literal["none"] = Field("none", description="Norm of each query head, before rope.")
