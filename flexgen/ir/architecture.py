@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen.ir.bound import Checkpoint, Dim, Division, Rope, ScheduleRule
+from flexgen.ir.bound import Checkpoint, Dim, Division, Rope, RuleList, ScheduleRule
 from flexgen.ir.code import Size
 
 
@@ -280,7 +280,7 @@ class Architecture:
     layer_inputs: tuple[LayerInput, ...]
     blocks: tuple[Block, ...]
     kinds: tuple[Kind, ...]
-    schedule: tuple[ScheduleRule, ...]
+    schedules: tuple[RuleList, ...]
     embedding: Statement
     head: Head
     tables: tuple[WeightTable, ...]
@@ -289,11 +289,16 @@ class Architecture:
     imports: Imports = Imports()
 
     @property
+    def rules(self) -> tuple[ScheduleRule, ...]:
+        """The rules of all schedules."""
+        return tuple(rule for each in self.schedules for rule in each.rules)
+
+    @property
     def model_table(self) -> WeightTable:
         """Weights that are no layer's."""
         return self.tables[0]
 
     @property
-    def block_table(self) -> WeightTable:
+    def block_tables(self) -> tuple[WeightTable, ...]:
         """Weights of the block's own steps."""
-        return self.tables[1]
+        return tuple(table for table in self.tables if table.path == "block")

@@ -42,6 +42,14 @@ class ScheduleRule:
 
 
 @dataclass(frozen=True)
+class RuleList:
+    """The rules of whole kinds, or of the kinds of one slot."""
+
+    slot: str | None
+    rules: tuple[ScheduleRule, ...]
+
+
+@dataclass(frozen=True)
 class Division:
     """Two numbers, the first a multiple of the second, which only a config can tell: `what` has `many` and `few`."""
 

@@ -119,5 +119,5 @@ def _codes(arch: ir.Architecture, statements: Iterable[ir.Statement]) -> Iterato
         if table.function not in {part.table.function for part in _mixers(arch)}:
             yield from (str(item) for row in table.rows for item in (*row.arguments, *(rows for _, rows in row.rows)))
     yield from (dim.read for dim in arch.dims)
-    yield from (rule.arguments for rule in arch.schedule)
+    yield from (rule.arguments for rule in arch.rules)
     yield from map(str, (arch.head.norm.eps, arch.head.softcap, *(rope.head_dim for rope in arch.ropes)))

@@ -91,6 +91,7 @@ class Engine:
         prompt: str | None = None,
         timeout: float | None = None,
         checked: bool = False,
+        priority: int = 0,
     ) -> RequestGroup:
         """Queue the n answers to one prompt. `timeout` is in seconds from now.
 
@@ -99,11 +100,25 @@ class Engine:
         if self.model.missing_weights:
             raise UpdateError(incomplete(self.model.missing_weights))
         params = params if checked else self.admission.check_params(params)
-        group = self.admission.admit(request_id, prompt_ids, params, prompt, timeout)
+        group = self.admission.admit(request_id, prompt_ids, params, prompt, timeout, priority)
         for request in group.requests:
             self._groups[request] = group
             self.scheduler.add(request)
         return group
+
+    @property
+    def model_config(self) -> SimpleNamespace:
+        """vLLM's description of what is served."""
+        directory = getattr(self.model, "directory", None)
+        return SimpleNamespace(
+            model=None if directory is None else str(directory), max_model_len=self.options.max_model_len, seed=self.options.seed,
+            dtype=self.model.dtype, hf_config=SimpleNamespace(**self.model.config), logprobs_mode=self.options.logprobs_mode,
+            enable_sleep_mode=False, get_vocab_size=lambda: self.model.dims.vocab,
+        )  # fmt: skip
+
+    @property
+    def vllm_config(self) -> SimpleNamespace:
+        return SimpleNamespace(model_config=self.model_config, lora_config=None)
 
     @property
     def model_executor(self) -> SimpleNamespace:

@@ -6,11 +6,13 @@ text (`Text`) and parsed later, because `flexgen.ir` owns what names mean. Nothi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from flexgen.spec.checkpoint import Checkpoint
+from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.fields import (
     MAX_ENTRIES,
     Activation,
@@ -53,7 +55,7 @@ class Attention(Entry):
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
-    window: Text = Field("none", description="Keys visible to a query, itself included. `none`: all before it.")
+    window: Text = Field("none", description="Keys visible to a query, itself included. `none`, or a dim that is `FIELD or none` where the field is null: all before it.")
     scale: Text | None = Field(None, description="Multiplies the scores; absent: one over the root of `head_dim`.")
     bias: Text = Field("false", description="Whether q, k, v and o have biases: true, false, or a dim that is a flag.")
     q_norm: Identifier | Literal["none"] = Field("none", description="Norm of each query head, before rope.")
@@ -269,6 +271,12 @@ class LayerInput(Entry):
     steps: list[Step] = Field(min_length=1, description="Steps from the embedded tokens to all layers' slices.")
 
 
+Filling = Annotated[
+    Annotated[Identifier, Tag("form:name")] | Annotated[Annotated[list[Identifier], Field(min_length=2)], Tag("form:list")],
+    Discriminator(lambda value: "form:list" if isinstance(value, list) else "form:name"),
+]
+"""What fills a slot: a part, `none`, or several parts that are summed."""
+
 SELECTORS = ("all", "pattern", "every", "first", "last", "from", "at", "by")
 
 
@@ -282,10 +290,12 @@ class Rule(Entry):
     last: Text | None = Field(None, description="The last n layers.")
     from_: Text | None = Field(None, alias="from", description="Layers from index n on.")
     at: ConfigPath | None = Field(None, description="A config field that lists layer indices.")
-    by: ConfigPath | None = Field(None, description="A config field that lists one value a layer.")
+    by: ConfigPath | None = Field(None, description="A config field that lists one value a layer: texts, numbers or flags.")
     kind: Identifier | None = Field(None, description="The kind these layers get.")
     kinds: dict[str, Identifier] | None = Field(
-        None, description="With `by`: value to kind. Otherwise: what earlier rules chose to what it becomes."
+        None,
+        min_length=1,
+        description="With `by`: value (text, number, true or false) to kind. Otherwise: what earlier rules chose to what it becomes.",
     )
     when: ConfigPath | None = Field(None, description="A config flag without which the rule does nothing.")
 
@@ -297,6 +307,23 @@ class Rule(Entry):
     def selectors(self) -> tuple[str, ...]:
         """The selectors that are given; a spec without mistakes gives one."""
         return tuple(name for name in SELECTORS if self.given(name) is not None)
+
+
+Rules = Annotated[list[Rule], Field(min_length=1, max_length=MAX_ENTRIES)]
+Schedule = Annotated[
+    Annotated[Rules, Tag("form:list")]
+    | Annotated[Annotated[dict[Identifier, Rules], Field(min_length=1, max_length=MAX_ENTRIES)], Tag("form:slots")],
+    Discriminator(lambda value: "form:slots" if isinstance(value, dict) else "form:list"),
+]
+
+
+@dataclass(frozen=True)
+class RuleList:
+    """A list of rules, where it stands, and the slot that it is for: None where the kinds fill all."""
+
+    slot: str | None
+    path: SpecPath
+    rules: tuple[Rule, ...]
 
 
 class Embedding(Entry):
@@ -335,14 +362,36 @@ class SpecModel(Section):
     layer_inputs: dict[Identifier, LayerInput] = Field(
         {}, max_length=MAX_ENTRIES, description="Values computed once from the tokens, one slice a layer."
     )
-    kinds: dict[Identifier, dict[Identifier, Identifier]] = Field(
-        min_length=1, max_length=MAX_ENTRIES, description="Layer kinds; each fills the block's slots with named parts."
+    kinds: dict[Identifier, dict[Identifier, Filling]] = Field(
+        min_length=1,
+        max_length=MAX_ENTRIES,
+        description=(
+            "Layer kinds; each fills every slot of the block with a named part, a list of parts that are summed, or `none`: what "
+            "calls an empty slot, an `add` or a branch of a `sum`, is left out. Where `schedule` has a list a slot, each fills one slot."
+        ),
     )
-    schedule: list[Rule] = Field(min_length=1, max_length=MAX_ENTRIES, description="Which layer has which kind; later rules win.")
+    schedule: Schedule = Field(
+        description=(
+            "Which layer has which kind: a list of rules, of which later ones win. Or a list of rules for each slot, which cross: a "
+            "layer that is `sliding` by one and `sparse` by the other is of kind `sliding_sparse`."
+        )
+    )
     block: list[BlockPart] = Field(min_length=1, max_length=MAX_ENTRIES, description="What one layer computes, as a sum.")
     embedding: Embedding = Field(description="From token ids to the stream.")
     head: Head = Field(description="From the stream to logits.")
     tiny: dict[str, Any] = Field(description="The smallest config.json that shows every feature of the spec.")
+
+    @property
+    def schedules(self) -> tuple[RuleList, ...]:
+        """The lists of rules: one for whole kinds, or one a slot."""
+        if isinstance(self.schedule, list):
+            return (RuleList(None, ("schedule",), tuple(self.schedule)),)
+        return tuple(RuleList(slot, ("schedule", slot), tuple(rules)) for slot, rules in self.schedule.items())
+
+    @property
+    def rules(self) -> tuple[tuple[SpecPath, Rule], ...]:
+        """Every rule of the schedule, and where it stands."""
+        return tuple(((*each.path, i), rule) for each in self.schedules for i, rule in enumerate(each.rules))
 
 
 SECTIONS_WITH_LIKE = ("norms", "ropes", "attention", "gdn", "mlp", "moe")

@@ -102,7 +102,7 @@ def test_every_tensor_is_random():
 
 
 def test_what_is_not_there_is_named_and_never_asked_for_elsewhere(tmp_path):
-    with pytest.raises(ConfigError, match="is missing: a checkpoint is a local directory"):
+    with pytest.raises(ConfigError, match="is missing: a checkpoint is a directory"):
         verify("llama", checkpoint=tmp_path / "nope")
     with pytest.raises(UsageError, match="device is 'nonsense'"):
         verify("llama", device="nonsense")

@@ -62,8 +62,7 @@ class Tiny:
         return [name.dotted for name in self.scope.exprs[dim].names() if name.dotted not in earlier]
 
     def _schedule_reads(self) -> Iterator[tuple[str, Read]]:
-        for index, rule in enumerate(self.model.schedule):
-            at: SpecPath = ("schedule", index)
+        for at, rule in self.model.rules:
             for field, want in (("when", "bool"), ("at", "indices"), ("by", "values")):
                 if getattr(rule, field) is not None:
                     yield getattr(rule, field), Read(want, (*at, field))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from flexgen.contract.weights import Weight, below
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.loading.checks import check_memory, check_sizes, check_state
-from flexgen.runtime.loading.config import check_ignored, check_packed, read_config
+from flexgen.runtime.loading.config import check_ignored, check_packed, overridden, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
 from flexgen.runtime.transfer import Staging
 
@@ -88,11 +88,14 @@ class Model:
         allow_edited: bool = False,
         head_dtype: str | torch.dtype | None = None,
         mamba_ssm_cache_dtype: str = "auto",
+        hf_overrides: Mapping[str, Any] | None = None,
     ) -> Model:
         """Load a Hugging Face directory. `load_format="dummy"` needs config.json alone and draws random weights.
 
         `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
         `mamba_ssm_cache_dtype` is that of recurrent state, where it is not the model's own; `auto` is what the spec says.
+
+        `hf_overrides` are fields in place of config.json's; nested ones are merged.
 
         A package, shipped or `generated`, is code that runs here; `allow_edited` runs one that was edited by hand too.
 
@@ -102,7 +105,7 @@ class Model:
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {shown(load_format)}, and must be one of {', '.join(LOAD_FORMATS)}")
         directory = Path(path).expanduser()
-        raw = read_config(directory)
+        raw = overridden(read_config(directory), hf_overrides)
         package = load_package(choose(raw, spec, generated), allow_edited)
         config = normalise(raw, package.manifest["text_config"])
         dims = _dims(package, config, ignore_config)
@@ -293,7 +296,8 @@ def _device(wanted: str | torch.device | None) -> torch.device:
 def _dtype(
     wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any], what: str = "dtype"
 ) -> torch.dtype:
-    """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
+    """The dtype asked for; `auto` takes config.json's, and fp32 where it has none. vLLM's `half` and `float` are taken."""
+    wanted = {"half": "float16", "float": "float32"}.get(wanted, wanted) if isinstance(wanted, str) else wanted
     listed = ", ".join(DTYPES)
     if not isinstance(wanted, str | torch.dtype):
         raise ValueError(f"{what} is {shown(wanted)}, and must be auto or one of {listed}")
