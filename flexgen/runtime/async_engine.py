@@ -15,6 +15,7 @@ from flexgen.errors import FlexgenError
 from flexgen.runtime.arguments import EngineArgs
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.llm import LLM
+from flexgen.runtime.loading.merging import AdapterUpdate
 from flexgen.runtime.loading.updates import Source, Update
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
@@ -197,6 +198,24 @@ class AsyncEngine:
 
     async def reload_weights(self, on_running: str = "wait") -> Update:
         return await self._on_thread(lambda: self._between(on_running, self._llm.reload_weights))
+
+    async def load_adapter(
+        self, adapter: Any, name: str | None = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        """`LLM.load_adapter` between two steps."""
+        return await self._on_thread(
+            lambda: self._between(on_running, lambda how: self._llm.load_adapter(adapter, name, config, how))
+        )
+
+    async def refresh_adapter(
+        self, name: str | None = None, adapter: Any = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        return await self._on_thread(
+            lambda: self._between(on_running, lambda how: self._llm.refresh_adapter(name, adapter, config, how))
+        )
+
+    async def unload_adapter(self, name: str | None = None, on_running: str = "wait") -> AdapterUpdate:
+        return await self._on_thread(lambda: self._between(on_running, lambda how: self._llm.unload_adapter(name, how)))
 
     def close(self) -> None:
         """Abort everything and stop the thread. Callers that still listen get their outputs so far."""

@@ -18,6 +18,7 @@ from flexgen.runtime.execution import start
 from flexgen.runtime.execution.runner import InFlight, Runner
 from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.execution.tables import SlotTables
+from flexgen.runtime.loading.merging import AdapterUpdate, Merger
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.sharing import Shared, SharingError
 from flexgen.runtime.loading.updates import Source, Update, UpdateError, Updater, incomplete
@@ -64,6 +65,7 @@ class Engine:
         self._groups: dict[Request, RequestGroup] = {}
         self._flight: InFlight | None = None
         self._updater: Updater | None = None
+        self._merger: Merger | None = None
         self.shared: Shared | None = None
         self.metrics = Metrics()
         self.prefix_caching = _prefix_caching(model, options)
@@ -148,6 +150,35 @@ class Engine:
         counts = self.shared.check()
         cast(Model, self.model).weights_written()
         return counts
+
+    @_in_turn
+    def load_adapter(self, source: Any, name: str | None = None, config: Any = None, on_running: str = "wait") -> AdapterUpdate:
+        """Merge an adapter into what the layers read, between two steps. Raises AdapterError, and then changes nothing."""
+        return self._merge(on_running, lambda merger: merger.load(source, name, config))
+
+    @_in_turn
+    def refresh_adapter(
+        self, name: str | None = None, source: Any = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        """Read a merged adapter again, from where it came or from `source`."""
+        return self._merge(on_running, lambda merger: merger.refresh(name, source, config))
+
+    @_in_turn
+    def unload_adapter(self, name: str | None = None, on_running: str = "wait") -> AdapterUpdate:
+        """Take a merged adapter out: what it alone changed is the pristine weight again, bit for bit."""
+        return self._merge(on_running, lambda merger: merger.unload(name))
+
+    def _merge(self, on_running: str, change: Callable[[Merger], AdapterUpdate]) -> AdapterUpdate:
+        """Change merged adapters. Where a layer reads a new tensor since, what is captured is captured again."""
+        model = cast(Model, self.model)
+        self._merger = self._merger or Merger(model)
+        self._settle(on_running)
+        copies = len(model.pristine)
+        try:
+            return change(self._merger)
+        finally:
+            if self.runner.graphs is not None and len(model.pristine) != copies:
+                self.runner.graphs.renew(at_once=not self.options.lazy_capture)
 
     def _settle(self, on_running: str) -> None:
         """Bring requests to an end, and read the step in flight, before weights change."""

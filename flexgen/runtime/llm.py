@@ -21,6 +21,7 @@ from flexgen.runtime.beam_search import BeamSearchOutput, BeamSearchParams, sear
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.execution import regional
 from flexgen.runtime.garbage import few_collections
+from flexgen.runtime.loading.merging import AdapterUpdate
 from flexgen.runtime.loading.updates import Source, Update
 from flexgen.runtime.options import EngineOptions, Options
 from flexgen.runtime.report import memory_report
@@ -318,6 +319,25 @@ class LLM:
     def weights_changed(self, on_running: str = "wait") -> Counter[str]:
         """To be called after the trainer changed tensors that it shares through `from_model`, once an optimizer's step."""
         return self.llm_engine.weights_changed(on_running)
+
+    def load_adapter(self, adapter: Any, name: str | None = None, config: Any = None, on_running: str = "wait") -> AdapterUpdate:
+        """Merge a LoRA adapter: a PEFT directory, a live PeftModel's active adapters (or its one called `name`), or a mapping
+        of tensors with its LoraConfig. -> modules that are changed, by role. See docs/adapters.md.
+
+        Only weights that it touches are copied, and the pristine ones stay what they are. Raises AdapterError for what does not
+        fit, and then changes nothing.
+        """
+        return self.llm_engine.load_adapter(adapter, name, config, on_running)
+
+    def refresh_adapter(
+        self, name: str | None = None, adapter: Any = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        """Read a merged adapter again after it changed, from the pristine weights; `name` may be left out of the only one."""
+        return self.llm_engine.refresh_adapter(name, adapter, config, on_running)
+
+    def unload_adapter(self, name: str | None = None, on_running: str = "wait") -> AdapterUpdate:
+        """Take a merged adapter out: the pristine weights, bit for bit, where no other changes them."""
+        return self.llm_engine.unload_adapter(name, on_running)
 
     @classmethod
     def from_model(cls, model: Any, *, spec: str | None = None, generated: str | os.PathLike[str] | None = None,
