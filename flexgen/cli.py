@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flexgen import compiler
+from flexgen import __version__, compiler
 from flexgen.compiler import Checked, UsageError, check, find_specs, named, shown
 from flexgen.errors import FlexgenError
+from flexgen.project import here, projects
 from flexgen.spec.codes import CODES
 from flexgen.spec.diagnostics import Diagnostic, SpecError, nearest, render_json, render_text
 from flexgen.spec.source import split_lines
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="A compiler for language-model engines.")
+app = typer.Typer(no_args_is_help=True)
 Specs = Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Paths or names of specs; none: all.")]
+Generated = Annotated[Path | None, typer.Option(help="Another folder of generated packages.")]
 
 
 class Format(StrEnum):
@@ -39,6 +42,19 @@ class DiffFormat(StrEnum):
     text = "text"
     json = "json"
     markdown = "markdown"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"flexgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """A compiler for language-model engines. Exit codes: 0 fine, 1 differs, 2 usage, 3 invalid input, 4 failure."""
 
 
 def main() -> None:
@@ -96,6 +112,11 @@ def _text(diagnostics: Iterable[Diagnostic]) -> str:
     return render_text(listed, {name: split_lines(path.read_bytes()) for name, path in files.items() if path.is_file()})
 
 
+def _list(what: str, paths: Iterable[Path]) -> None:
+    for path in paths:
+        print(f"{what} {shown(path)}")
+
+
 def _checked(specs: list[str] | None) -> list[Checked]:
     return [check(path) for path in find_specs(specs or [])]
 
@@ -127,14 +148,14 @@ def check_command(specs: Specs = None, format: Format = Format.text) -> None:
 @app.command()
 def build(
     specs: Specs = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the generated packages.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "--generated", help="Folder of the generated packages.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where files differ.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; list what would be written.")] = False,
 ) -> None:
     """Generate the packages of specs."""
     checked = _checked(specs)
     _refuse(checked)
-    folder = compiler.output_folder(out)
+    folder = compiler.output_folder(out, writes=not (check or dry_run))
     built = compiler.build(checked)
     differs = 0
     if not (check or dry_run):
@@ -153,6 +174,20 @@ def build(
         raise typer.Exit(1)
 
 
+@app.command("init")
+def init_command(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder; none: this one.")] = Path(),
+) -> None:
+    """Make a folder a project of your own: specs/, generated/, and the schema for editors. What is there stays."""
+    from flexgen.new.write import init
+
+    made = init(folder)
+    _list("wrote", made)
+    if not made:
+        print(f"{shown(folder)} is a project already")
+    print("next: flexgen new NAME --config DIR, or a spec of your own in specs/")
+
+
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(help="Name of the new spec.")],
@@ -165,22 +200,25 @@ def new(
 
     Exit codes: 0 written, 2 a file of that name is there or no such spec, 3 the config or the spec is wrong.
     """
-    from flexgen.new.write import draft, target, write
+    from flexgen.new.write import draft, for_editors, init, target, write
 
     made, source = draft(name, spec, config)
     path = target(name, out)
-    write(path, made.text, force)
-    print(f"wrote {path} from {source}")
+    if out is None and here() is None:
+        _list("wrote", init(Path.cwd()))
+    write(path, for_editors(made.text, path), force)
+    print(f"wrote {shown(path)} from {source}")
     print(f"{made.decisions} decisions are marked `# TODO decide:`")
     for line in made.unsupported:
         print(f"unsupported: {line}")
-    print(f"next: flexgen check {path}")
+    print(f"next: flexgen check {shown(path)}")
 
 
 @app.command()
 def diff(
     against: Annotated[
-        str | None, typer.Argument(help="A directory, or a commit of this repository; none: the files in generated/.")
+        str | None,
+        typer.Argument(help="A package, a folder of packages, another project, or a commit; none: the files in generated/."),
     ] = None,
     format: Annotated[DiffFormat, typer.Option(help="markdown is for a pull request.")] = DiffFormat.text,
 ) -> None:
@@ -188,16 +226,16 @@ def diff(
 
     Exit codes: 0 no difference, 1 differences, 2 no such commit or directory, 3 a spec or template is wrong.
     """
-    from flexgen.assets import root
     from flexgen.diff import show
     from flexgen.diff.report import compare
-    from flexgen.diff.sides import made, other
+    from flexgen.diff.sides import made, narrowed, other
 
     checked = _checked(None)
     _refuse(checked)
     named(checked)
-    project = root("specs").parent
-    report = compare(other(project, against), made(project))
+    project = projects()[0].folder
+    old = other(project, against)
+    report = compare(old, narrowed(made(project), old))
     shown = {DiffFormat.text: show.text, DiffFormat.json: show.as_json, DiffFormat.markdown: show.markdown}
     print(shown[format](report), end="")
     raise typer.Exit(1 if report else 0)
@@ -208,19 +246,21 @@ def schema(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where a file differs.")] = False,
 ) -> None:
     """Write the JSON Schema that editors use, and the reference pages made from the same models."""
-    from flexgen.assets import root
+    from flexgen.runtime.surface import page
     from flexgen.spec.reference import diagnostics_catalogue, spec_reference
     from flexgen.spec.schema import json_schema
 
-    made = {
-        root("schema") / "flexgen.schema.json": json_schema(),
-        root("docs") / "spec.md": spec_reference(),
-        root("docs") / "diagnostics.md": diagnostics_catalogue(),
-    }
-    kept = {path: text for path, text in made.items() if path.parent.is_dir()}  # an installed flexgen has no docs/
-    differs = [path for path, text in kept.items() if not path.exists() or path.read_text("utf-8") != text]
+    project = here()
+    if project is None:
+        raise UsageError("there is no project here or above: `flexgen init` makes one, with the schema in it")
+    made = {project.schema: json_schema()}
+    if project.is_own:
+        docs = project.folder / "docs"
+        made |= {docs / "spec.md": spec_reference(), docs / "diagnostics.md": diagnostics_catalogue(), docs / "vllm.md": page()}
+    differs = [path for path, text in made.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in differs:
         if not check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(made[path], "utf-8")
         print(f"CHANGED {shown(path)}: flexgen schema" if check else f"wrote {shown(path)}")
     raise typer.Exit(1 if check and differs else 0)
@@ -259,16 +299,17 @@ def explain(
 
 @app.command()
 def verify(
-    spec: Annotated[str, typer.Argument(help="Name of a spec, or the folder of a generated package.")],
+    spec: Annotated[str, typer.Argument(help="A spec by name or path, or the folder of a generated package.")],
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint instead of the spec's tiny model.")] = None,
     dtype: str = "float32",
     device: str = "cpu",
+    generated: Generated = None,
     format: Format = Format.text,
 ) -> None:
     """Compare a generated package with transformers, and name the first place that differs."""
     from flexgen.verify import verify as run
 
-    report = run(spec, checkpoint=checkpoint, dtype=dtype, device=device)
+    report = run(spec, checkpoint=checkpoint, dtype=dtype, device=device, generated=generated)
     print(report.to_json() if format is Format.json else report.to_text())
     raise typer.Exit(0 if report.ok else 1)
 
@@ -317,15 +358,22 @@ def bench(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint's directory, or a name on the Hub such as Qwen/Qwen3-0.6B.")],
     prompt: Annotated[list[str] | None, typer.Option("-p", "--prompt", help="A prompt; repeat for more.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")
-    ] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    spec: Annotated[str | None, typer.Option("--spec", help="The spec to serve it by, where several do.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability.")] = 1.0,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Draw the same tokens again.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with token ids, when it is answered.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; none: a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit of a model on the Hub.")] = None,
+    spec: Annotated[str | None, typer.Option("--spec", help="The spec to serve it by, where several do; a name or file.")] = None,
+    generated: Generated = None,
 ) -> None:
     """Continue prompts from arguments, a file or stdin, streaming."""
     from flexgen import LLM, SamplingParams
@@ -338,19 +386,41 @@ def generate(
         prompts = _lines(sys.stdin.read().removeprefix("\ufeff"))
     if not prompts:
         raise UsageError("no prompt: give -p TEXT, -f FILE, or text on stdin")
-    llm = LLM(model=str(model), spec=spec)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    params = _or_usage(lambda: SamplingParams(temperature=temperature, top_p=top_p, n=n, seed=seed, max_tokens=max_tokens))
+    llm = LLM(
+        model, spec=spec, generated=generated, device=device, dtype=dtype, max_model_len=max_model_len, revision=revision
+    )
     for text in prompts:
         given: str | dict[str, list[int]] = text
         if chat:
             message = [{"role": "user", "content": text}]
             given = {"prompt_token_ids": llm.llm_engine.tokens.chat(message, **options({}, None))}
-        shown = 0
-        for output in llm.stream([given], params):
-            grown = output.outputs[0].text
-            print(grown[shown:], end="", flush=True)
-            shown = len(grown)
-        print()
+        if as_json:
+            (output,) = llm.generate([given], params, use_tqdm=False)
+            answers = [{"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in output.outputs]
+            print(json.dumps({"prompt": text, "prompt_token_ids": output.prompt_token_ids, "outputs": answers}), flush=True)
+        elif n > 1:
+            (output,) = llm.generate([given], params, use_tqdm=False)
+            print("\n\n".join(each.text for each in output.outputs), flush=True)
+        else:
+            _stream(llm, given, params)
+
+
+def _stream(llm: Any, prompt: Any, params: Any) -> None:
+    shown = 0
+    for output in llm.stream([prompt], params):
+        grown = output.outputs[0].text
+        print(grown[shown:], end="", flush=True)
+        shown = len(grown)
+    print()
+
+
+def _or_usage(make: Callable[[], Any]) -> Any:
+    """What `make` makes; a value out of range is a mistake of the command line."""
+    try:
+        return make()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _read(file: Path) -> str:

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen.assets import root
 from flexgen.errors import FlexgenError
 from flexgen.ir.architecture import Architecture
 from flexgen.ir.resolve import resolve
+from flexgen.project import here, projects
 from flexgen.render import build as folders
 from flexgen.render.build import Difference
 from flexgen.spec.diagnostics import Diagnostic, SpecError
@@ -52,25 +52,32 @@ class Built:
 
 
 def find_specs(names: list[str]) -> list[Path]:
-    """Spec files by path or by name; all of flexgen's own where none is named. Raises UsageError.
+    """Spec files by path or by name; all of the project's where none is named. Raises UsageError.
 
-    A name stands for one of flexgen's own specs, or for a file where `flexgen new` puts one.
+    A name stands for a spec of the project, for one of flexgen's own, or for a file in the working directory.
     """
-    folder = root("specs")
-    every = sorted(folder.glob("*.yaml"))
-    if not names and not every:
-        raise UsageError(f"there is no spec in {shown(folder)}: give the path of one, or draft one with `flexgen new`")
+    found_in = [project.specs for project in projects()]
     if not names:
-        return every
-    known = ", ".join(path.stem for path in every)
+        if every := sorted(found_in[0].glob("*.yaml")):
+            return every
+        raise UsageError(f"there is no spec in {shown(found_in[0])}: give the path of one, or draft one with `flexgen new`")
     found: dict[Path, Path] = {}
     for name in names:
-        places = (Path(name), *(place / f"{name}.yaml" for place in (folder, Path("specs"), Path())))
+        places = (Path(name), *(place / f"{name}.yaml" for place in (*found_in, Path())))
         path = next(filter(os.path.isfile, places), None)
         if path is None:
             what = f"`{name}` is a folder" if os.path.isdir(name) else f"no spec `{name}`"
-            raise UsageError(f"{what}: give the path of a file, or one of {known}")
+            raise UsageError(f"{what}: give the path of a file, or one of {', '.join(path.stem for path in every_spec())}")
         found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def every_spec() -> list[Path]:
+    """The project's specs, and flexgen's own whose names none of them has."""
+    found: dict[str, Path] = {}
+    for project in projects():
+        for path in sorted(project.specs.glob("*.yaml")):
+            found.setdefault(path.stem, path)
     return list(found.values())
 
 
@@ -126,9 +133,14 @@ def orphans(built: dict[str, Built], folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/manifest.json") if path.parent.name not in built)
 
 
-def output_folder(out: Path | None) -> Path:
-    """Where packages go: `out`, or the shipped ones' folder. Raises UsageError where that is a file."""
-    folder = out or root("generated")
+def output_folder(out: Path | None, writes: bool) -> Path:
+    """Where packages go, or are looked at where nothing `writes`: `out`, or the project's `generated/`, or flexgen's own.
+
+    Raises UsageError where that is a file, or where an installed flexgen would be written to.
+    """
+    if out is None and writes and here() is None:
+        raise UsageError("there is no project here or above: `flexgen init` makes one, and --out DIR writes to a folder")
+    folder = out or projects()[0].generated
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file: give a folder as --out")
     return folder

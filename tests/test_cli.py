@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from flexgen import cli
-from flexgen import compiler as compile_
 from flexgen.assets import root
 
+NEXT = "next: flexgen new NAME --config DIR, or a spec of your own in specs/\n"
 LLAMA = (root("specs") / "llama.yaml").read_text("utf-8")
 
 
@@ -170,19 +170,21 @@ def test_a_spec_of_the_users_own_goes_by_its_name_too(run, tmp_path, monkeypatch
     assert run("build", "mine", "--out", "gen")[0] == 0
     code, printed = run("explain", "gen/mine/walker.py:45")
     assert code == 0, printed
-    assert "(mine.yaml:" in printed
-    Path("mine.yaml").unlink()
+    assert "(specs/mine.yaml:" in printed
+    Path("specs/mine.yaml").unlink()
     code, printed = run("explain", "gen/mine/walker.py:45")
     assert code == 2
     assert "no spec `mine`" in printed
 
 
 def test_a_folder_without_specs_is_named(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_, "root", lambda _: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run("init") == (0, "wrote specs\nwrote generated\nwrote schema/flexgen.schema.json\n" + NEXT)
     for command in ("check", "build", "diff"):
         code, printed = run(command)
         assert code == 2
-        assert f"there is no spec in {tmp_path}: " in printed
+        assert "there is no spec in specs: " in printed
+    assert run("init") == (0, f". is a project already\n{NEXT}")
 
 
 def test_a_failure_of_our_own_is_one_message(run, monkeypatch):

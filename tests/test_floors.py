@@ -11,12 +11,14 @@ from flexgen.assets import root
 FLEXGEN = root("specs").parent / "flexgen"
 FLOORS = (
     ("errors", "assets"),
+    ("project",),
     ("contract",),
     ("runtime.ladder", "runtime.transfer", "runtime.garbage"),
-    ("runtime.options", "runtime.served"),
+    ("runtime.options", "runtime.served", "runtime.surface"),
     ("runtime.ops", "runtime.requests"),
     ("runtime.sampling", "runtime.loading", "runtime.scheduling"),
     ("runtime.execution",),
+    ("runtime.arguments", "runtime.beam_search"),
     ("runtime.engine",),
     ("runtime.report",),
     ("runtime.llm",),
@@ -24,7 +26,9 @@ FLOORS = (
 )
 """From the ground up. Rooms of one floor do not know each other."""
 
-COMPILER = (("errors", "assets"), ("contract",), ("spec",), ("ir",), ("render",), ("compiler",), ("diff",), ("new", "explain"))
+COMPILER = (
+    ("errors", "assets"), ("project",), ("contract",), ("spec",), ("ir",), ("render",), ("compiler",), ("diff",), ("new", "explain"),
+)  # fmt: skip
 TORCH_FREE = {room for floor in COMPILER for room in floor}
 RUNS_WITHOUT = {"pydantic", "yaml", "flexgen.spec", "flexgen.ir", "flexgen.render", "flexgen.compiler"}
 

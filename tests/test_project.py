@@ -144,21 +144,6 @@ def test_python_of_the_parameters(model_directory, capsys):
     assert {line.split()[0] for line in printed} == {"a", "b"} and sum(len(line.split()) - 1 for line in printed) == 16
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy of what git tracks so that no build folder of this checkout leaks in."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
-        if name and (ROOT / name).exists():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-    (built,) = out.glob("*.whl")
-    return built
-
-
 def test_wheel_carries_the_assets(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("specs", "templates", "generated", "schema"):

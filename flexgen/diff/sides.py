@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexgen.assets import root
 from flexgen.compiler import UsageError
 from flexgen.diff import git
 from flexgen.ir.resolve import resolve
@@ -13,6 +14,7 @@ from flexgen.render.render import read_templates, render
 from flexgen.spec.load import parse_spec
 
 FOLDERS = ("generated", "specs", "templates")
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -25,19 +27,36 @@ class Sources:
 
 @dataclass(frozen=True)
 class Side:
-    """The files of each package by name. `sources` is None where nothing says what they were made of."""
+    """The files of each package by name. `sources` is None where nothing says what they were made of.
+
+    single  one package was asked for, and the others are not meant to be missing
+    """
 
     label: str
     packages: Mapping[str, Mapping[str, str]]
     sources: Sources | None
+    single: bool = False
 
 
 def made(project: Path) -> Side:
     """What the specs and templates of a project make now. Raises SpecError and RenderError."""
     specs = {path.stem: _text(path.read_bytes()) for path in sorted((project / "specs").glob("*.yaml"))}
-    sources = Sources(specs, read_templates(project / "templates"))
+    sources = Sources(specs, _templates(project))
     made = (package(name, text, sources.templates) for name, text in specs.items())
     return Side("the specs and templates", dict(made), sources)
+
+
+def narrowed(side: Side, other: Side) -> Side:
+    """A side without the packages that `other` does not speak of, where that is of one package alone."""
+    if not other.single:
+        return side
+    return replace(side, packages={name: files for name, files in side.packages.items() if name in other.packages})
+
+
+def _templates(project: Path) -> dict[str, str]:
+    """A project's templates: flexgen's own, but for those of another flexgen's repository."""
+    folder = project / "templates"
+    return read_templates(folder if folder.is_dir() else root("templates"))
 
 
 def package(spec: str, text: str, templates: Mapping[str, str]) -> tuple[str, dict[str, str]]:
@@ -49,7 +68,7 @@ def package(spec: str, text: str, templates: Mapping[str, str]) -> tuple[str, di
 def other(project: Path, against: str | None) -> Side:
     """The side to compare with: a directory, a commit, or (None) the project's own `generated/`.
 
-    A directory holds packages, or is another project with a `generated/`. Raises UsageError where there is no such thing.
+    A directory is a package, holds packages, or is another project with a `generated/`. Raises UsageError where there is no such thing.
     """
     if against is None:
         sources = at_commit(project, "HEAD").sources if git.has_commit(project) else None
@@ -75,14 +94,15 @@ def at_commit(project: Path, ref: str) -> Side:
         elif folder == "generated" and rest.count("/") == 1:
             name, _, file = rest.partition("/")
             packages.setdefault(name, {})[file] = _text(content)
-    return Side(ref, packages, Sources(specs, templates))
+    return Side(ref, packages, Sources(specs, templates or _templates(project)))
 
 
 def _directory(folder: Path) -> Side:
-    is_project = (folder / "generated").is_dir()
-    packages = _packages(folder / "generated" if is_project else folder)
-    if not is_project and not any("manifest.json" in files for files in packages.values()):
-        raise UsageError(f"{folder} holds no generated packages, and no `generated/` that does")
+    if (folder / MANIFEST).is_file():
+        return Side(str(folder), {folder.resolve().name: _files(folder)}, None, single=True)
+    packages = _packages(folder / "generated") if (folder / "generated").is_dir() else _packages(folder)
+    if not packages and not (folder / "generated").is_dir():
+        raise UsageError(f"{folder} is no generated package, holds none, and has no `generated/` that does")
     sources = None
     if (folder / "specs").is_dir() and (folder / "templates").is_dir():
         specs = {path.stem: _text(path.read_bytes()) for path in sorted((folder / "specs").glob("*.yaml"))}
@@ -91,11 +111,13 @@ def _directory(folder: Path) -> Side:
 
 
 def _packages(folder: Path) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted(folder.glob("*/*")):
-        if path.is_file() and not path.parent.name.startswith("."):
-            found.setdefault(path.parent.name, {})[path.name] = _text(path.read_bytes())
-    return found
+    """The packages of a folder by name; what else lies in it is nobody's business, and may be large."""
+    found = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    return {path.name: _files(path) for path in found if not path.name.startswith(".")}
+
+
+def _files(package: Path) -> dict[str, str]:
+    return {path.name: _text(path.read_bytes()) for path in sorted(package.iterdir()) if path.is_file()}
 
 
 def _text(content: bytes) -> str:

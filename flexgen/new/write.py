@@ -1,4 +1,4 @@
-"""`flexgen new`: choose what to start from, draft, prove that the draft is a spec, write it whole or not at all."""
+"""`flexgen new` and `flexgen init`: choose what to start from, draft, prove that it is a spec, write it whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import re
 import tempfile
 from pathlib import Path
 
-from flexgen.compiler import UsageError, find_specs, shown
+from flexgen.compiler import UsageError, every_spec, find_specs, shown
 from flexgen.ir.resolve import resolve
 from flexgen.new.draft import Draft, from_spec
+from flexgen.new.text import MARK
+from flexgen.project import Project, here, own
+from flexgen.spec.diagnostics import SpecError
 from flexgen.spec.load import Spec, load_spec, parse_spec
+from flexgen.spec.schema import json_schema
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -41,13 +45,25 @@ def _from_config(name: str, path: Path) -> tuple[Draft, str]:
     from flexgen.new.described import from_config
     from flexgen.new.reads import fit
 
-    specs = [_load(spec) for spec in find_specs([])]
-    fits = [(spec, fit(spec, given)) for spec in specs]
+    fits = [(spec, fit(spec, given)) for spec in _finished()]
     spec, found = min(
         fits, key=lambda item: (not item[1].is_exact, not item[1].serves, item[1].distance, len(item[0].model.dims))
     )
     what = "describes this config" if found.is_exact else "is the nearest family"
     return from_config(spec, name, given, found), f"{spec.path}, which {what}"
+
+
+def _finished() -> list[Spec]:
+    """The specs that a draft may start from: a draft whose decisions are open is none, nor one with mistakes."""
+    found = []
+    for path in every_spec():
+        try:
+            spec = _load(path)
+        except SpecError:
+            continue  # its own author hears of it from `flexgen check`; a neighbour needs another start, and there are others
+        if MARK not in "\n".join(spec.document.lines):
+            found.append(spec)
+    return found
 
 
 def _load(path: Path) -> Spec:
@@ -57,9 +73,30 @@ def _load(path: Path) -> Spec:
 
 
 def target(name: str, out: Path | None) -> Path:
-    """Where the draft goes: `out`, else specs/NAME.yaml where there is a folder specs, else NAME.yaml."""
-    folder = Path("specs") if Path("specs").is_dir() else Path()
-    return out or folder / f"{name}.yaml"
+    """Where the draft goes: `out`, else specs/NAME.yaml of the project, or of one begun in the working directory."""
+    return out or (here() or Project(Path.cwd())).specs / f"{name}.yaml"
+
+
+def init(folder: Path) -> list[Path]:
+    """Make a folder a project: specs/, generated/ and the schema for editors. -> what was not there. Raises OSError."""
+    project = Project(folder)
+    made = [place for place in (project.specs, project.generated) if not place.is_dir()]
+    for place in made:
+        place.mkdir(parents=True)
+    if not project.schema.exists():
+        project.schema.parent.mkdir(exist_ok=True)
+        project.schema.write_text(json_schema(), "utf-8")
+        made.append(project.schema)
+    return made
+
+
+def for_editors(text: str, path: Path) -> str:
+    """A spec's text whose first line says where its schema lies, as seen from `path`."""
+    project = here()
+    schema = project.schema if project and project.schema.exists() else own().schema
+    line = f"# yaml-language-server: $schema={Path(os.path.relpath(schema, path.resolve().parent)).as_posix()}"
+    first, _, rest = text.partition("\n")
+    return f"{line}\n{rest if first.startswith('# yaml-language-server') else text}"
 
 
 def write(path: Path, text: str, force: bool) -> None:

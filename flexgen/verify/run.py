@@ -34,9 +34,13 @@ to 5e-4 from its fp64 ones, and its chunked form up to 3e-4 from its recurrence.
 
 
 def verify(
-    spec: str | Path, checkpoint: str | Path | None = None, dtype: str = "float32", device: str = "cpu"
+    spec: str | Path,
+    checkpoint: str | Path | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    generated: Path | None = None,
 ) -> Report:
-    """Compare a generated package, by name or folder, with transformers.
+    """Compare a generated package with transformers: by its spec's name or file, looked for in `generated`, or by its folder.
 
     Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises UsageError for a
     package, spec or device that is not there, a package built from another spec, and a dtype other than float32.
@@ -47,7 +51,7 @@ def verify(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
         raise UsageError(f"device is {device!r}, which torch cannot use on this machine: give another --device") from None
-    folder = _package(spec)
+    folder = _package(spec, generated)
     manifest = read_manifest(folder)
     name = manifest["name"]
     described = _described(folder, manifest) if checkpoint is None or str(spec) in find_packages() else None
@@ -84,15 +88,23 @@ def _described(folder: Path, manifest: Mapping[str, Any]) -> Spec:
     return described
 
 
-def _package(spec: str | Path) -> Path:
-    packages = find_packages()
-    if str(spec) in packages:
-        return packages[str(spec)]
+def _package(spec: str | Path, generated: Path | None) -> Path:
+    packages = find_packages(generated)
     if (Path(spec) / "manifest.json").exists():
         return Path(spec)
+    name = _name(Path(spec)) if Path(spec).is_file() else str(spec)
+    if name in packages:
+        return packages[name]
     if Path(spec).is_file():
-        raise UsageError(f"{spec} is a file: give the folder of a package, which `flexgen build` writes from a spec")
-    raise UsageError(f"no generated package `{spec}`: give a folder, or one of {', '.join(packages)}")
+        raise UsageError(f"{spec} has no generated package yet: run `flexgen build {spec}`")
+    raise UsageError(f"no generated package `{spec}`: give a spec, a package's folder, or one of {', '.join(packages)}")
+
+
+def _name(file: Path) -> str:
+    """The name that a spec's file gives its package. Raises UsageError for a file that is no spec, SpecError for a wrong one."""
+    if file.suffix != ".yaml":
+        raise UsageError(f"{file} is a file, and no spec: give a spec, or the folder of a package")
+    return load_spec(file).model.name
 
 
 def _compare(name: str, what: str, model: Model, oracle: Any) -> Report:

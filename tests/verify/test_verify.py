@@ -102,7 +102,7 @@ def test_every_tensor_is_random():
 
 
 def test_what_is_not_there_is_named_and_never_asked_for_elsewhere(tmp_path):
-    with pytest.raises(ConfigError, match="is missing: a checkpoint is a local directory"):
+    with pytest.raises(ConfigError, match="is missing: a checkpoint is a directory"):
         verify("llama", checkpoint=tmp_path / "nope")
     with pytest.raises(UsageError, match="device is 'nonsense'"):
         verify("llama", device="nonsense")
@@ -125,8 +125,8 @@ def test_errors_name_what_is_wrong():
         verify("lama")
     with pytest.raises(UsageError, match="bfloat16"):
         verify("llama", dtype="bfloat16")
-    with pytest.raises(UsageError, match=r"llama.yaml is a file: give the folder of a package"):
-        verify(root("specs") / "llama.yaml")
+    with pytest.raises(UsageError, match=r"manifest.json is a file, and no spec: give a spec, or the folder of a package"):
+        verify(root("generated") / "llama" / "manifest.json")
 
 
 def test_a_weight_that_transformers_does_not_have_is_named(tmp_path, monkeypatch):

@@ -30,11 +30,23 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.exists():
         if path.parent.is_file():
             raise ConfigError(f"{path.parent} is a file: give its directory")
+        if (adapter := directory / "adapter_config.json").exists():
+            base = read_object(adapter).get("base_model_name_or_path")
+            raise ConfigError(f"{directory} is an adapter, of {shown(base)}: load that model, and the adapter onto it")
         raise ConfigError(
-            f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
-            "and nothing is downloaded"
+            f"{path} is missing: a checkpoint is a directory with config.json and safetensors files, or a name on the Hub such "
+            "as Qwen/Qwen3-0.6B"
         )
     return read_object(path)
+
+
+def overridden(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A raw config with other values in place; objects are merged field by field. Raises ConfigError."""
+    if overrides is None:
+        return config
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"hf_overrides is {shown(overrides)}, and must be a dict of fields")
+    return merged(dict(overrides), config)
 
 
 class Config:

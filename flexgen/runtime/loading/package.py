@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flexgen.assets import root
 from flexgen.contract.abi import ABI
 from flexgen.contract.configs import broken_fence, merged, normalise
 from flexgen.contract.json_files import read_object, shown
 from flexgen.errors import ConfigError, FlexgenError
+from flexgen.project import projects
 
 _KEYS: Mapping[str, Any] = MappingProxyType(
     {
@@ -44,29 +44,34 @@ class Package:
 
 
 def find_packages(folder: Path | None = None) -> dict[str, Path]:
-    """The generated packages below a folder by name; the shipped ones where none is given."""
-    base = folder or root("generated")
-    return {path.parent.name: path.parent for path in sorted(base.glob("*/manifest.json"))}
+    """The generated packages below a folder by name; where none is given, flexgen's own and the project's, which come first."""
+    bases = [project.generated for project in projects()] if folder is None else [folder]
+    found: dict[str, Path] = {}
+    for base in bases:
+        for path in sorted(base.glob("*/manifest.json")):
+            found.setdefault(path.parent.name, path.parent)
+    return found
 
 
 def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Path | None = None) -> Path:
     """The folder of the one package whose model types and fences hold for a raw config.json.
 
-    `generated` is a package's folder, or a folder of packages; `spec` names one of them.
-    Raises ConfigError listing each candidate with the field that ruled it out.
+    `generated` is a package's folder, or a folder of packages; `spec` names one of them, by name or by its spec's file.
+    Of several that fit, one of the project's own is taken. Raises ConfigError listing each candidate with the field that
+    ruled it out.
     """
     base = Path(generated) if generated is not None else None
     if base is not None and (base / "manifest.json").exists():
         return base
     packages = find_packages(base)
     if not packages:
-        raise ConfigError(f"{base or root('generated')} holds no generated packages: run `flexgen build`")
+        raise ConfigError(f"{base or projects()[0].generated} holds no generated packages: run `flexgen build`")
     if spec is not None:
-        if spec not in packages:
-            raise ConfigError(f"no generated package {shown(spec)}: run `flexgen build SPEC`; there are {', '.join(packages)}")
-        return packages[spec]
+        return _of_spec(spec, packages)
     reasons = {name: _ruled_out(folder, raw) for name, folder in packages.items()}
     fitting = [name for name, reason in reasons.items() if reason is None]
+    if base is None and len(mine := [name for name in fitting if packages[name].parent == projects()[0].generated]) == 1:
+        fitting = mine
     if len(fitting) == 1:
         return packages[fitting[0]]
     if fitting:
@@ -76,6 +81,17 @@ def choose(raw: Mapping[str, Any], spec: str | None = None, generated: str | Pat
         )
     listed = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
     raise ConfigError(f"no spec describes this checkpoint (model_type {shown(raw.get('model_type'))}):{listed}")
+
+
+def _of_spec(spec: str, packages: Mapping[str, Path]) -> Path:
+    """The package of a spec's name, or of its file: the one that says it was made from a file of that name."""
+    if spec in packages:
+        return packages[spec]
+    if (file := Path(spec)).suffix == ".yaml":
+        for folder in packages.values():
+            if Path(read_manifest(folder)["source"]).name == file.name:
+                return folder
+    raise ConfigError(f"no generated package {shown(spec)}: run `flexgen build SPEC`; there are {', '.join(packages)}")
 
 
 def _ruled_out(folder: Path, raw: Mapping[str, Any]) -> str | None:

@@ -1,9 +1,9 @@
 """Attention of a step with prompts over paged keys and values, in Triton; `paged_decode` serves steps of one token a row.
 
 A program takes BLOCK_Q neighbouring queries of one row with all query heads of one key/value head, packed into the rows
-of a matrix product (FlashAttention's online softmax: Dao et al. 2022, arXiv:2205.14135). Where programs are few, each is
-split over its keys and the last part to be ready merges all (Flash-Decoding, Dao et al. 2023). Keys outside the window or
-beyond the row are never loaded. Lengths are read on the device; launches depend on shapes alone.
+of a matrix product; `paged_tiles` has the arithmetic. Where programs are few, each is split over its keys and the last part
+to be ready merges all. Keys outside the window or beyond the row are never loaded. Lengths are read on the device; launches
+depend on shapes alone.
 
 Shape suffixes: T tokens, N query heads, K key/value heads, H head width, P pages, S tokens of a page, R rows, B blocks.
 """
@@ -18,14 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen.runtime.ops.kernels.launch import CHAIN, arrivals, await_previous, processors
+from flexgen.runtime.ops.kernels.launch import CHAIN, arrivals, await_previous, processors, shared_memory
+from flexgen.runtime.ops.kernels.paged_tiles import fold_tiles, merge_parts, no_keys, store_part, write
 
 if TYPE_CHECKING:
     from flexgen.runtime.ops.attention import Keys, Scoring
 
-LOG2E = tl.constexpr(1.4426950408889634)
+_TILE_BYTES, _ROOM = 32768, 200_000
+"""Of a tile of keys: a few of them and of values, and twice as many bytes of queries, fill `_ROOM` bytes of shared memory.
+Where there is less, a tile is half as large."""
 
-_TILE_BYTES = 16384
+_NARROW = 256
+"""Up to such a window, large tiles would mostly hold keys out of sight."""
+
 _MAX_SPLITS = 32
 _LEAST_TILES = 4
 """Fewer tiles of keys are no split of their own: short rows are then not split, and need no merge."""
@@ -54,42 +59,6 @@ def _queries(starts, rows, block, BLOCK_Q: tl.constexpr):  # noqa: ANN001, ANN20
     return row, start, count, first
 
 
-@triton.jit
-def masked_scores(q_mh, k_nh, scale, key, position, live, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # noqa: ANN001, ANN201
-    """Logits to base 2 of each query and key, -inf where the key is not visible."""
-    scores = tl.dot(q_mh, tl.trans(k_nh), input_precision="ieee") * scale
-    if SOFTCAP > 0:
-        scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * scores / SOFTCAP) + 1.0))
-    visible = live[None, :] & (key[None, :] <= position[:, None])
-    if WINDOW > 0:
-        visible = visible & (key[None, :] > position[:, None] - WINDOW)
-    return tl.where(visible, scores * LOG2E, float("-inf"))
-
-
-@triton.jit
-def _merge(  # noqa: ANN202
-    part_out, part_max, part_sum, at, stride, parts, live_m, mask,  # noqa: ANN001
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """The maximum, sum and weighted values of a row's keys, from those of its parts, in their order."""
-    h = tl.arange(0, BLOCK_H)
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for part in range(parts):
-        of_part = at + part * stride
-        most = tl.load(part_max + of_part, mask=live_m, other=float("-inf"), cache_modifier=".cg")
-        new_best = tl.maximum(best, most)
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink, weight = tl.exp2(best - safe), tl.exp2(most - safe)
-        total_m = tl.load(part_sum + of_part, mask=live_m, other=0.0, cache_modifier=".cg")
-        sums_mh = tl.load(part_out + of_part[:, None] * WIDTH + h[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        total = total * shrink + total_m * weight
-        sums = sums * shrink[:, None] + sums_mh * weight[:, None]
-        best = new_best
-    return best, total, sums
-
-
 @triton.jit(do_not_specialize=["rows", "tokens", "splits"])
 def _attend_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, starts, lengths, sinks, out, part_out, part_max, part_sum, counts,  # noqa: ANN001
@@ -99,7 +68,7 @@ def _attend_kernel(  # noqa: ANN202
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)  # long rows first
     await_previous()
     row, start, count, first = _queries(starts, rows, block, BLOCK_Q)
     if first >= count:
@@ -134,49 +103,38 @@ def _attend_kernel(  # noqa: ANN202
         other=0.0,
     )
 
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for tile in range(first_tile, last_tile):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = (key >= begin) & (key < stop)
-        page = tl.load(table + row * table_r + key // PAGE, mask=live, other=0).to(tl.int64)
-        at = page * page_p + (key % PAGE) * page_s + kv_head * page_k
-        mask = live[:, None] & (h < WIDTH)[None, :]
-        k_nh = tl.load(k_pages + at[:, None] + h[None, :], mask=mask, other=0.0)
-        scores = masked_scores(q_mh, k_nh, scale, key, position, live, WINDOW, SOFTCAP)
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(best - safe)
-        v_nh = tl.load(v_pages + at[:, None] + h[None, :], mask=mask, other=0.0)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v_nh.dtype), v_nh, input_precision="ieee")
-        best = new_best
+    best, total, sums = no_keys(BLOCK_M, BLOCK_H)
+    # tiles that are in sight of all these queries need no mask; at the window's edge and at the diagonal lie others
+    full_to = tl.minimum(tl.maximum((length - count + first + 1) // BLOCK_N, first_tile), last_tile)
+    full_from = first_tile
+    if WINDOW > 0:
+        full_from = tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK_N)
+        full_from = tl.minimum(tl.maximum(full_from, first_tile), last_tile)
+        full_to = tl.maximum(full_to, full_from)
+        best, total, sums = fold_tiles(
+            best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, first_tile, full_from, begin, stop,
+            position, scale, page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
+        )  # fmt: skip
+    best, total, sums = fold_tiles(
+        best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, full_from, full_to, begin, stop,
+        position, scale, page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=False,
+    )  # fmt: skip
+    best, total, sums = fold_tiles(
+        best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, full_to, last_tile, begin, stop,
+        position, scale, page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
+    )  # fmt: skip
 
-    mask = live_m[:, None] & (h < WIDTH)[None, :]
-    if working > 1:  # the last split to arrive merges all of them
+    if working == 1:
+        write(out, sinks, head, part, best, total, sums, live_m, WIDTH, SINKS)
+    else:  # the last split to arrive merges all of them
         size = tokens.to(tl.int64) * HEADS
-        mine = split * size + part
-        tl.store(part_max + mine, best, mask=live_m)
-        tl.store(part_sum + mine, total, mask=live_m)
-        tl.store(part_out + mine[:, None] * WIDTH + h[None, :], sums, mask=mask)
+        store_part(part_out, part_max, part_sum, split * size + part, live_m, best, total, sums, WIDTH)
         tl.debug_barrier()  # all of this program's part is written before it says so
         arrived = counts + block * tl.num_programs(1) + kv_head
-        last = tl.atomic_add(arrived, 1, sem="acq_rel") == working - 1
-        parts = tl.where(last, working, 0)
-        best, total, sums = _merge(part_out, part_max, part_sum, part, size, parts, live_m, mask, WIDTH, BLOCK_M, BLOCK_H)
-        mask = mask & (h < tl.where(last, WIDTH, 0))[None, :]
-        if last:
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == working - 1:
             tl.store(arrived, 0)
-    if SINKS:
-        sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
-        new_best = tl.maximum(best, sink)
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.exp2(sink - new_best)
-        sums = sums * shrink[:, None]
-    o_mh = sums / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + part[:, None] * WIDTH + h[None, :], o_mh.to(out.dtype.element_ty), mask=mask)
+            best, total, sums = merge_parts(part_out, part_max, part_sum, part, size, working, live_m, WIDTH, BLOCK_M, BLOCK_H)
+            write(out, sinks, head, part, best, total, sums, live_m, WIDTH, SINKS)
 
 
 @dataclass(frozen=True)
@@ -193,25 +151,28 @@ class Launch:
     blocks: int
     splits: int
     warps: int
+    stages: int
     least: int = _LEAST_TILES
 
     @staticmethod
     def of(q_TNH: Tensor, k_pages: Tensor, table_RB: Tensor, window: int | None) -> Launch:
-        """From shapes alone. A tile of keys is 16 KiB, so that three stages of K and V leave room for two programs."""
+        """From shapes alone; sizes are those that were fastest on an H200 (benchmarks/KERNELS.md)."""
         tokens, heads, width = q_TNH.shape
         _, page_size, kv_heads, _ = k_pages.shape
         rows, group = table_RB.shape[0], heads // kv_heads
         block_h = max(16, triton.next_power_of_2(width))
-        block_n = min(128, max(16, _TILE_BYTES // (block_h * k_pages.element_size())))
-        block_m = max(min(128, max(16, 16384 // block_h)), triton.next_power_of_2(group))
+        row_bytes = block_h * k_pages.element_size()
+        tile_bytes = _TILE_BYTES if shared_memory(q_TNH.device) >= _ROOM else _TILE_BYTES // 2
+        block_n = min(128 if window is None or window > _NARROW else 64, max(16, tile_bytes // row_bytes))
+        block_m = max(min(128, max(16, 2 * tile_bytes // row_bytes)), triton.next_power_of_2(group))
         block_q = block_m // group
-        blocks, warps = tokens // block_q + rows, 8 if block_m * block_h >= 16384 else 4
+        blocks, warps, stages = tokens // block_q + rows, 8 if block_h > 64 else 4, 3 if row_bytes <= 256 else 2
         most_keys = table_RB.shape[1] * page_size
         if window is not None:
             most_keys = min(most_keys, window + block_q)
         wanted = 2 * processors(q_TNH.device) // (blocks * kv_heads)
         splits = max(1, min(wanted, triton.cdiv(most_keys, block_n), _MAX_SPLITS))
-        return Launch(block_m, block_q, block_n, block_h, blocks, splits, warps)
+        return Launch(block_m, block_q, block_n, block_h, blocks, splits, warps, stages)
 
 
 def attend(q_TNH: Tensor, keys: Keys, scoring: Scoring, launch: Launch | None = None) -> Tensor:
@@ -238,6 +199,6 @@ def attend(q_TNH: Tensor, keys: Keys, scoring: Scoring, launch: Launch | None = 
         HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=k_pages.shape[1], WINDOW=window or 0,
         SOFTCAP=scoring.softcap or 0.0, SINKS=scoring.sinks is not None, SPLIT=launch.splits > 1, LEAST=launch.least,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
-        num_warps=launch.warps, num_stages=3, **CHAIN,
+        num_warps=launch.warps, num_stages=launch.stages, **CHAIN,
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen.runtime.ops.kernels.launch import CHAIN, arrivals, await_previous, processors
-from flexgen.runtime.ops.kernels.paged_attention import LOG2E, masked_scores
+from flexgen.runtime.ops.kernels.paged_tiles import fold_tiles, merge_parts, no_keys, store_part, write
 
 if TYPE_CHECKING:
     from flexgen.runtime.ops.attention import Keys, Scoring
@@ -138,46 +138,6 @@ def plan(lengths_R: Tensor, split: Split, window: int | None) -> Tensor:
 
 
 @triton.jit
-def _write(out, sinks, head, row, best, total, sums, mask, live_m, HEADS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr):  # noqa: ANN001, ANN202
-    """A row's output, from the maximum, sum and weighted values of all its keys."""
-    if SINKS:
-        sink = tl.load(sinks + head, mask=live_m, other=0.0).to(tl.float32) * LOG2E
-        new_best = tl.maximum(best, sink)
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.exp2(sink - new_best)
-        sums = sums * shrink[:, None]
-    o_mh = sums / tl.where(total > 0, total, 1.0)[:, None]
-    h = tl.arange(0, sums.shape[1])
-    at_m = row.to(tl.int64) * HEADS + head
-    tl.store(out + at_m[:, None] * WIDTH + h[None, :], o_mh.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _merge(  # noqa: ANN202
-    part_out, part_max, part_sum, at_m, stride, parts, live_m,  # noqa: ANN001
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """The maximum, sum and weighted values of a row's keys, from those of its parts, in their order."""
-    h = tl.arange(0, BLOCK_H)
-    mask = live_m[:, None] & (h < WIDTH)[None, :]
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for part in tl.range(parts, num_stages=3):
-        at = at_m + part * stride
-        most = tl.load(part_max + at, mask=live_m, other=float("-inf"), cache_modifier=".cg")
-        total_m = tl.load(part_sum + at, mask=live_m, other=0.0, cache_modifier=".cg")
-        sums_mh = tl.load(part_out + at[:, None] * WIDTH + h[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        new_best = tl.maximum(best, most)
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink, weight = tl.exp2(best - safe), tl.exp2(most - safe)
-        total = total * shrink + total_m * weight
-        sums = sums * shrink[:, None] + sums_mh * weight[:, None]
-        best = new_best
-    return best, total, sums
-
-
-@triton.jit
 def _attend(  # noqa: ANN202
     q, k_pages, v_pages, table, row, length, begin, first, last, head, mask, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r, kv_head,  # noqa: ANN001
@@ -188,26 +148,11 @@ def _attend(  # noqa: ANN202
     h = tl.arange(0, BLOCK_H)
     q_mh = tl.load(q + row.to(tl.int64) * q_t + head[:, None] * q_n + h[None, :], mask=mask, other=0.0)
     position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
-    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for tile in range(first, last):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = (key >= begin) & (key < length)
-        page = tl.load(table + row * table_r + key // PAGE, mask=live, other=0).to(tl.int64)
-        at = page * page_p + (key % PAGE) * page_s + kv_head * page_k
-        inside = live[:, None] & (h < WIDTH)[None, :]
-        k_nh = tl.load(k_pages + at[:, None] + h[None, :], mask=inside, other=0.0)
-        scores_mn = masked_scores(q_mh, k_nh, scale, key, position, live, WINDOW, SOFTCAP)
-        new_best = tl.maximum(best, tl.max(scores_mn, 1))
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores_mn - safe[:, None])
-        shrink = tl.exp2(best - safe)
-        v_nh = tl.load(v_pages + at[:, None] + h[None, :], mask=inside, other=0.0)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v_nh.dtype), v_nh, input_precision="ieee")
-        best = new_best
-    return best, total, sums
+    best, total, sums = no_keys(BLOCK_M, BLOCK_H)
+    return fold_tiles(
+        best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, first, last, begin, length, position, scale,
+        page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "programs"])
@@ -234,7 +179,7 @@ def _short_kernel(  # noqa: ANN202
         q, k_pages, v_pages, table, row, length, begin, first, last, head, mask, scale,
         q_t, q_n, page_p, page_s, page_k, table_r, kv_head, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_M, BLOCK_N, BLOCK_H,
     )  # fmt: skip
-    _write(out, sinks, head, row, best, total, sums, mask, live_m, HEADS, WIDTH, SINKS)
+    write(out, sinks, head, row.to(tl.int64) * HEADS + head, best, total, sums, live_m, WIDTH, SINKS)
 
 
 @triton.jit(do_not_specialize=["rows", "programs"])
@@ -259,9 +204,8 @@ def _queue_kernel(  # noqa: ANN202
     place, row, length = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2)
     offset, before, run = tl.load(mine + 3), tl.load(mine + 4), tl.load(mine + 5)
     m = tl.arange(0, BLOCK_M)
-    h = tl.arange(0, BLOCK_H)
     head, live_m = kv_head * GROUP + m, m < GROUP
-    mask = live_m[:, None] & (h < WIDTH)[None, :]
+    mask = live_m[:, None] & (tl.arange(0, BLOCK_H) < WIDTH)[None, :]
     left = run
     while (left > 0) & (place < queued):
         is_there = place + 1 < queued
@@ -279,18 +223,16 @@ def _queue_kernel(  # noqa: ANN202
         parts = (before + tiles - 1) // run - opening + 1
         if parts > 1:  # the last of its programs to arrive merges all of them
             at_m = (program + place).to(tl.int64) * HEADS + head
-            tl.store(part_max + at_m, best, mask=live_m)
-            tl.store(part_sum + at_m, total, mask=live_m)
-            tl.store(part_out + at_m[:, None] * WIDTH + h[None, :], sums, mask=mask)
+            store_part(part_out, part_max, part_sum, at_m, live_m, best, total, sums, WIDTH)
             tl.debug_barrier()  # all of this program's part is written before it says so
             arrived = counts + place * tl.num_programs(1) + kv_head
             if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
                 tl.store(arrived, 0)
                 at_m = (opening + place).to(tl.int64) * HEADS + head
-                best, total, sums = _merge(part_out, part_max, part_sum, at_m, HEADS, parts, live_m, WIDTH, BLOCK_M, BLOCK_H)
-                _write(out, sinks, head, row, best, total, sums, mask, live_m, HEADS, WIDTH, SINKS)
+                best, total, sums = merge_parts(part_out, part_max, part_sum, at_m, HEADS, parts, live_m, WIDTH, BLOCK_M, BLOCK_H)
+                write(out, sinks, head, row.to(tl.int64) * HEADS + head, best, total, sums, live_m, WIDTH, SINKS)
         else:
-            _write(out, sinks, head, row, best, total, sums, mask, live_m, HEADS, WIDTH, SINKS)
+            write(out, sinks, head, row.to(tl.int64) * HEADS + head, best, total, sums, live_m, WIDTH, SINKS)
         left -= taken
         before += tiles
         offset = offset * 0
