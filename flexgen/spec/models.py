@@ -327,7 +327,7 @@ class Rule(Entry):
         min_length=1,
         description="With `by`: value (text, number, true or false) to kind. Otherwise: what earlier rules chose to what it becomes.",
     )
-    when: ConfigPath | None = Field(None, description="A config flag, or a number, without which the rule does nothing: absent, false or 0.")
+    when: ConfigPath | None = Field(None, description="A config flag or number that turns the rule on; absent, false or 0 do not.")
 
     def given(self, selector: str) -> Any:
         """The value of a selector, by the name that a spec calls it by; None where it is not given."""
