@@ -25,6 +25,8 @@ class Rope:
     parameters: str
     types: tuple[str, ...]
     head_dim: Size
+    turned: Size | None
+    fp32: bool
     path: str
     why: str | None
 

@@ -20,8 +20,26 @@ def check_attention(
 ) -> None:
     """Report the fields of an attention that its other fields leave without effect."""
     _check_unique(entry.skip, (*at, "skip"), problems)
-    for field, reason in _idle(entry, has_gain):
-        default = models.Attention.model_fields[field].default
+    _check_idle(entry, _idle(entry, has_gain), at, problems)
+
+
+def check_mlp(entry: models.Mlp, at: SpecPath, has_gain: Callable[[str], bool], problems: Problems) -> None:
+    """Report the fields of an MLP that its other fields leave without effect."""
+    _check_idle(entry, _idle_mlp(entry, has_gain), at, problems)
+
+
+def _idle_mlp(entry: models.Mlp, has_gain: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    if not entry.gated:
+        yield from ((field, "there is no gate") for field in ("gate", "gate_up"))
+    if entry.gate_up != "none":
+        yield from ((field, f"`{entry.gate_up}` holds gate and up") for field in ("gate", "up"))
+    if not has_gain(entry.inner_norm):
+        yield "inner_norm_weight", "no norm has that weight"
+
+
+def _check_idle(entry: models.Entry, idle: Iterator[tuple[str, str]], at: SpecPath, problems: Problems) -> None:
+    for field, reason in idle:
+        default = type(entry).model_fields[field].default
         if getattr(entry, field) == default:
             continue
         here = (*at, field)
@@ -33,6 +51,14 @@ def check_attention(
 
 def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
     shared = entry.kv_of != "none"
+    if entry.packed == "none":
+        yield "qkv", "q, k and v are modules of their own"
+    else:
+        yield from ((field, f"`{entry.qkv}` holds q, k and v") for field in ("q", "k", "v"))
+    if (entry.q_norm, entry.k_norm) == ("none", "none"):
+        yield from ((field, "there is no norm of q or k") for field in ("qk_norm_over", "qk_norm_when"))
+    if entry.rope == "none":
+        yield "qk_norm_when", "there is no rope"
     if shared:
         yield from ((field, f"keys and values are those that `{entry.kv_of}` made") for field in KEYS_AND_VALUES)
     elif entry.value == "from_key":

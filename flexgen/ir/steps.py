@@ -134,7 +134,8 @@ class Lowering:
             self.problems.add("SPEC018", message, (*path, "weight"), help=help)
         call = self.parts.norm(step.norm, (*path, "norm"), f"w.{role}")
         if gain and step.weight is not None:
-            self._own(self.make.norm(role, value.width, step.weight), path)
+            for row in self.parts.norm_rows(self.make, step.norm, role, value.width, step.weight):
+                self._own(row, path)
         return self._line("norm", path, value, base, norm=call, comment=norm_why(step, call))
 
     def _linear(self, step: models.LinearStep, path: SpecPath, value: Value, base: str) -> Lowered:
@@ -149,8 +150,9 @@ class Lowering:
             if step.size is None:
                 self.problems.add("SPEC005", "a linear step needs its `size`", path, help="add `size: DIM`")
             width = rows = self.scope.code(step.size or "0", (*path, "size"))
-        self._own(self.make.linear(role, [(step.linear, rows)], value.width), path)
-        out, where, weight = self._out(base, width), show_path(path), f"w.{role}"
+        row = self.make.linear(role, [(step.linear, rows)], value.width)
+        self._own(row, path)
+        out, where, weight = self._out(base, width), show_path(path), row.code
         terms = tuple(map(str, self._view or ()))
         return out, [ir.Statement("linear", out.name, value.name, where, weight=weight, terms=terms, comment=step.why)]
 

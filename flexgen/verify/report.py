@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 
@@ -44,13 +45,17 @@ class Difference:
 
 @dataclass
 class Report:
-    """All comparisons of one package with one model. `lines_compared` counts generated lines held to a module each."""
+    """All comparisons of one package with one model. `lines_compared` counts generated lines held to a module each.
+
+    `unaligned` are lines that differ from their module although what their layer makes of them agrees.
+    """
 
     package: str
     model: str
     rows: list[Row] = field(default_factory=list)
     lines_compared: int = 0
     first_difference: Difference | None = None
+    unaligned: list[Difference] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -63,7 +68,9 @@ class Report:
             **asdict(self.first_difference),
             "error": _number(self.first_difference.error),
         }
-        return json.dumps({**asdict(self), "ok": self.ok, "rows": rows, "first_difference": first}, indent=2)
+        unaligned = [{**asdict(each), "error": _number(each.error)} for each in self.unaligned]
+        whole = {**asdict(self), "ok": self.ok, "rows": rows, "first_difference": first, "unaligned": unaligned}
+        return json.dumps(whole, indent=2)
 
     def to_text(self) -> str:
         width = max(len(row.mode) for row in self.rows)
@@ -72,6 +79,13 @@ class Report:
             verdict = "ok" if row.ok else "DIFFERS"
             lines.append(f"  {row.mode:{width}}  max error {row.max_error:.1e} (limit {row.tolerance:.0e})  {verdict}")
         lines.append(f"  {self.lines_compared} generated lines held to a module of the reference")
+        for code, count in Counter((one.file, one.line, one.code, one.what) for one in self.unaligned).items():
+            file, line, text, what = code
+            lines += [
+                f"  {file}:{line}: {text}",
+                f"    {what} could not be aligned with the reference's module in {count} place{'s' if count > 1 else ''}, "
+                "whose layers give what the reference's do",
+            ]
         found = self.first_difference
         if found is not None:
             layer = f"layer {found.layer} ({found.kind}), {found.block}"

@@ -21,6 +21,7 @@ from flexgen.verify import reference
 from flexgen.verify.harness import Harness
 from flexgen.verify.layers import LayerRun
 from flexgen.verify.report import Report, Row
+from flexgen.verify.trace import marker
 
 PROMPT, OTHER, PREFILL = 40, 29, 24
 """Tokens of the prompt, of the other row in a batch, and of each before decode; more than any tiny window."""
@@ -69,8 +70,18 @@ def verify(
                 model = Model.load(directory, dtype=dtype, device=device, generated=folder, allow_edited=True)
             except CheckpointError as error:
                 theirs = error.what.replace(directory, "transformers' own model")
-                raise UsageError(f"{theirs}: a weight of the spec has another name or shape there") from None
+                where = _spec_path(folder, error.role)
+                raise UsageError(f"{theirs}{where}: a weight of the spec has another name or shape there") from None
     return _compare(name, "its tiny model with random weights", model, oracle)
+
+
+def _spec_path(folder: Path, role: str | None) -> str:
+    """`; spec: PATH` of the table that has a role, nothing where there is no such role."""
+    for file in (folder / "attention.py", folder / "walker.py"):
+        for number, text in enumerate(file.read_text().splitlines(), 1):
+            if "weights." in text and any(f'("{name}"' in text for name in (role, (role or "").removesuffix("_bias"))):
+                return f" (spec: {marker(file, number)})"
+    return ""
 
 
 def _described(folder: Path, manifest: Mapping[str, Any]) -> Spec:
@@ -116,6 +127,7 @@ def _compare(name: str, what: str, model: Model, oracle: Any) -> Report:
         report.rows.append(Row(mode, _max_error(ours, theirs), tolerance))
     traced = LayerRun(model, oracle, tokens, tolerance)
     report.lines_compared, report.first_difference = traced.lines, traced.difference
+    report.unaligned = traced.unaligned
     return report
 
 

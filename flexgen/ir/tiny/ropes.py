@@ -30,6 +30,8 @@ def check_rope(tiny: Tiny, field: str, value: Any, at: SpecPath, place: SpecPath
     kinds = [kind] if place == TINY else types
     known = frozenset().union(*map(rope_parameters.known, kinds))
     for key, item in value.items():
+        if key not in known and (f"{field}.{key}" in tiny.reads or f"{field}.{key}" in tiny.model.checkpoint.ignore):
+            continue
         if key not in known:
             near = nearest(key, known)
             tiny.misspelt.add(near or "")
