@@ -185,8 +185,8 @@ def explain(
 def verify(
     spec: Annotated[str, typer.Argument(help="A spec by name or path, or the folder of a generated package.")],
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint instead of the spec's tiny model.")] = None,
-    dtype: str = "float32",
-    device: str = "cpu",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16: hold every cast, bit for bit.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     generated: Generated = None,
     format: Format = Format.text,
 ) -> None:

@@ -44,13 +44,17 @@ class Difference:
 
 @dataclass
 class Report:
-    """All comparisons of one package with one model. `lines_compared` counts generated lines held to a module each."""
+    """All comparisons of one package with one model.
+
+    `lines_compared` counts generated lines held to a module each; `untold` are places of the spec that fp32 cannot hold.
+    """
 
     package: str
     model: str
     rows: list[Row] = field(default_factory=list)
     lines_compared: int = 0
     first_difference: Difference | None = None
+    untold: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -72,6 +76,9 @@ class Report:
             verdict = "ok" if row.ok else "DIFFERS"
             lines.append(f"  {row.mode:{width}}  max error {row.max_error:.1e} (limit {row.tolerance:.0e})  {verdict}")
         lines.append(f"  {self.lines_compared} generated lines held to a module of the reference")
+        if self.untold:
+            listed = ", ".join(self.untold)
+            lines.append(f"  fp32 cannot tell where values are rounded ({listed}): --dtype bfloat16 holds them bit for bit")
         found = self.first_difference
         if found is not None:
             layer = f"layer {found.layer} ({found.kind}), {found.block}"
