@@ -131,6 +131,7 @@ def schema(
 ) -> None:
     """Write the JSON Schema that editors use, and the reference pages made from the same models."""
     from flexgen.runtime.surface import page
+    from flexgen.spec.families import with_table
     from flexgen.spec.reference import diagnostics_catalogue, spec_reference
     from flexgen.spec.schema import json_schema
 
@@ -140,7 +141,9 @@ def schema(
     made = {project.schema: json_schema()}
     if project.is_own:
         docs = project.folder / "docs"
+        readme = project.folder / "README.md"
         made |= {docs / "spec.md": spec_reference(), docs / "diagnostics.md": diagnostics_catalogue(), docs / "vllm.md": page()}
+        made[readme] = with_table(readme.read_text("utf-8"), sorted(project.specs.glob("*.yaml")))
     differs = [path for path, text in made.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in differs:
         if not check:
