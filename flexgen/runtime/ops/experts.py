@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexgen.runtime.ops.expert_backends import ExpertWeights, Gate, Layout, choose, loop
 from flexgen.runtime.ops.library import define_op, flat
+from flexgen.runtime.ops.lora import Adapted
 
 
 def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -57,8 +58,8 @@ def experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Adapted,
+    down: Tensor | Adapted,
     *,
     act: str = "silu",
     layout: Layout,
@@ -74,7 +75,13 @@ def experts(
     weights_TK may be fp32 in a 16-bit model: the product with them is then fp32. Biases: (E, 2I) and (E, D).
     On a host it is the reference, which rounds where transformers does.
     """
-    weights = ExpertWeights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
+    if isinstance(gate_up, Adapted) and isinstance(down, Adapted):
+        slots_T = gate_up.slots_T[: x_TD.shape[0]]
+        tables = gate_up.a, gate_up.b, down.a, down.b, slots_T
+        weights = ExpertWeights(gate_up.weight, down.weight, layout, interleaved, gate_up_bias, down_bias, *tables)
+    else:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # adapters have room in both or in none
+        weights = ExpertWeights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
     packed = (*flat(weights), *flat(Gate(act, alpha, limit, up_offset)))
     if _takes_reference(x_TD):
         return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, *packed)
