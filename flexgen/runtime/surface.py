@@ -149,7 +149,8 @@ REFUSED_METHODS: Mapping[str, str] = {
 """Methods of vLLM's LLM that raise NotImplementedError, with the reason."""
 
 WORKING_ASYNC_METHODS = (
-    "from_engine_args", "generate", "abort", "add_lora", "remove_lora", "list_loras", "get_tokenizer", "reset_prefix_cache", "reset_mm_cache", "check_health", "shutdown",
+    "from_engine_args", "generate", "abort", "add_lora", "remove_lora", "list_loras",
+    "get_tokenizer", "reset_prefix_cache", "reset_mm_cache", "check_health", "shutdown",
     "is_running", "is_stopped", "errored", "dead_error", "is_sleeping", "model_config",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from runtime.loading.test_adapters import TOLERANCE
 from tiny import expected, prompt, saved
 
 from flexgen import LLM, AsyncEngine, LoRARequest, SamplingParams
+from flexgen.runtime.execution.regional import compile_layers
 from flexgen.runtime.loading.attached import Attached
 from flexgen.runtime.loading.lora import AdapterError
 from flexgen.runtime.loading.model import Model
@@ -44,6 +45,26 @@ def test_attached_adapters_compute_what_peft_computes(spec):
     room.place(1, room.read(only))
     for key, (_, adapted) in room.weights.items():
         assert bool(adapted.b[0].any()) == (key[1] == "o")
+
+
+@pytest.mark.parametrize("spec", ["llama", "qwen3_moe"])
+def test_layers_compile_once_for_all_depths_with_room_for_adapters(spec):
+    from torch._dynamo.utils import counters
+
+    peft = wrapped(spec)
+    model = share(peft).model
+    room = Attached(model, 2, 6, 64)
+    room.place(1, room.read(peft))
+    room.slots_T[:12] = 1
+    wanted = logits(model)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(model, backend="eager")
+    assert torch.equal(logits(model), wanted)
+    room.place(2, room.read(wrapped(spec, seed=3)))
+    room.slots_T.fill_(2)
+    assert not torch.equal(logits(model), wanted)
+    assert counters["stats"]["unique_graphs"] == len(set(model.dims.kinds))
 
 
 def requests(spec, folder, count=5):
