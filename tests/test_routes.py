@@ -11,7 +11,7 @@ from flexgen import LLM, SamplingParams
 from flexgen.runtime.execution.regional import compile_layers, mark_sizes
 from tests.runtime.execution.test_graphs import host_graphs
 
-SPECS = ("qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe")
+SPECS = ("qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe", "mixtral")
 LENGTHS = (30, 17, 25, 1)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

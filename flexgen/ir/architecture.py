@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen.ir.bound import Checkpoint, Dim, Division, Rope, RuleList, ScheduleRule
+from flexgen.ir.bound import Checkpoint, Dim, Division, Grouping, Rope, RuleList, ScheduleRule
 from flexgen.ir.code import Size
 
 
@@ -137,18 +137,14 @@ class Moe:
     experts: str
     routed: str
     top_k: Size
-    router_input: tuple[Statement, ...]
-    router: str
-    router_bias: str | None
+    route_lines: tuple[Statement, ...]
+    weights: str
     reads_stream: bool
-    score: str
-    after_top_k: str
-    normalise: str | None
-    gain: str | None
-    weights_fp32: bool
     act: str
     layout: str
     interleaved: str | None
+    gated: str | None
+    weights_on: str | None
     gate_up: str
     gate_up_bias: str | None
     down: str
@@ -156,6 +152,7 @@ class Moe:
     alpha: Size | None
     limit: Size | None
     up_offset: Size | None
+    grouping: Grouping | None
     table: WeightTable
     path: str
     why: str | None
@@ -169,7 +166,7 @@ class Statement:
     op      fields used besides `out` and `input`
     norm    norm           linear  weight, bias    act    act, value    gain  weight      scale  value
     times   value          add     terms, norm     call   function, arguments (after w and input), slot
-    embed   weight, value  name    nothing
+    embed   weight, value  name    nothing         code    value: the whole right side
 
     `slot` names the slot of the block that a call fills.
     """
@@ -273,6 +270,7 @@ class Architecture:
     dims: tuple[Dim, ...]
     ropes: tuple[Rope, ...]
     divisions: tuple[Division, ...]
+    groupings: tuple[Grouping, ...]
     attentions: tuple[Attention, ...]
     gdns: tuple[GatedDelta, ...]
     mlps: tuple[Mlp, ...]

@@ -61,6 +61,18 @@ class Division:
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """Experts in groups, which only a config can tell to be equal and enough. Codes are those of the constructor of `Dims`."""
+
+    what: str
+    experts: str
+    groups: str
+    keep: str
+    best: int
+    top_k: str
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     model_types: tuple[str, ...]
     text_config: str | None

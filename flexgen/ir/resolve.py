@@ -63,6 +63,7 @@ class _Resolver:
             dims=dims,
             ropes=ropes,
             divisions=self._divisions(),
+            groupings=tuple(moe.grouping for moe in parts.built("moe") if moe.grouping),
             attentions=tuple(parts.built("attention")),
             gdns=tuple(parts.built("gdn")),
             mlps=tuple(parts.built("mlp")),

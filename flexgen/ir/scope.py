@@ -61,7 +61,8 @@ class Scope:
             if isinstance(other, Or) and other.may_be_none and path != ("dims", name.dotted):
                 help = "only a field that can be `none` takes it, by its name alone"
                 span, note = (name.start, name.end), ("defined here", ("dims", name.dotted))
-                self.problems.add("SPEC029", f"`{name.dotted}` may be none where a number is needed", path, within=span, help=help, note=note)
+                message = f"`{name.dotted}` may be none where a number is needed"
+                self.problems.add("SPEC029", message, path, within=span, help=help, note=note)
 
     def _code(self, expr: Expr, path: SpecPath, want: Want) -> Size:
         for node in expr.walk():

@@ -55,7 +55,9 @@ class Attention(Entry):
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
-    window: Text = Field("none", description="Keys visible to a query, itself included. `none`, or a dim that is `FIELD or none` where the field is null: all before it.")
+    window: Text = Field(
+        "none", description="Keys visible to a query, itself included. `none`, or a dim `FIELD or none` where that is null: all before it."
+    )
     scale: Text | None = Field(None, description="Multiplies the scores; absent: one over the root of `head_dim`.")
     bias: Text = Field("false", description="Whether q, k, v and o have biases: true, false, or a dim that is a flag.")
     q_norm: Identifier | Literal["none"] = Field("none", description="Norm of each query head, before rope.")
@@ -116,8 +118,15 @@ class Mlp(Entry):
     )
 
 
+class RouterGroups(Section):
+    count: Text = Field(description="Groups of equally many experts, in the order of the experts.")
+    keep: Text = Field(description="Groups that a token may choose from: those of the highest rank.")
+    rank: Literal["best_two", "best"] = Field(description="A group's rank: the sum of its two best scores, or its best score.")
+
+
 class Router(Entry):
     weight: TensorName = Field(description="Module of the router.")
+    compute: Literal["model", "fp32"] = Field("model", description="The dtype of the product with `weight`.")
     bias: Text = Field("false", description="Whether the router has a bias.")
     reads: Literal["input", "stream"] = Field(
         "input", description="`stream`: the router reads the stream at the start of this `add`, not the experts' input."
@@ -126,8 +135,25 @@ class Router(Entry):
     score: Literal["softmax", "sigmoid", "none"] = Field(
         "none", description="Turns logits into scores before the choice."
     )
-    after_top_k: Literal["softmax", "none"] = Field("none", description="Applied to the chosen values.")
+    choice_bias: TensorName | Literal["none"] = Field(
+        "none", description="Tensor of one number an expert, added to the scores for the choice alone: weights are made without it."
+    )
+    choice_bias_axes: Literal["expert", "one_expert"] = Field(
+        "expert", description="The axes of that tensor: `one_expert` has a first axis of length 1."
+    )
+    groups: RouterGroups | Literal["none"] = Field("none", description="Experts come in groups, of which a token may use some.")
+    after_top_k: Literal["softmax", "sigmoid", "sparsemixer", "none"] = Field(
+        "none",
+        description=(
+            "Applied to the chosen values. `sparsemixer`: the weight of each choice is its softmax among the scores that are no "
+            "further than `jitter` from it, experts chosen before it left out."
+        ),
+    )
+    jitter: Text = Field("none", description="Of `sparsemixer`: half of how far below the chosen score others may be, over the larger.")
     normalise: Text = Field("false", description="Divide the chosen weights by their sum: true, false or a flag.")
+    normalise_eps: Text = Field("0", description="Added to that sum.")
+    normalise_floor: Text = Field("0", description="The least that the sum counts as.")
+    scale: Text = Field("1", description="Multiplies the weights.")
     gain: TensorName | Literal["none"] = Field(
         "none", description="Tensor of one factor an expert, on the chosen weights."
     )
@@ -174,15 +200,19 @@ class Moe(Entry):
     experts: Text = Field(description="Number of experts.")
     top_k: Text = Field(description="Experts a token uses.")
     size: Text = Field(description="Inner width of one expert.")
-    act: Activation = Field(description="Activation of the gate.")
+    act: Activation = Field(description="Activation of the gate; of up where there is no gate.")
     alpha: Text = Field("none", description="Slope inside the gate's sigmoid: gate * sigmoid(alpha * gate).")
     limit: Text = Field("none", description="Clamp: gate from above, up from both sides.")
     up_offset: Text = Field("0", description="Added to up before the product.")
     router: Router = Field(description="How tokens choose experts.")
-    gate_up: list[Layout] = Field(
-        min_length=1, description="Forms a file may hold gate and up in; the first stacked one is memory's."
+    weights_on: Literal["output", "input"] = Field(
+        "output", description="Whether an expert's weight multiplies what it gives or what it reads."
     )
-    gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up.")
+    gate_up: list[Layout] = Field(
+        [], description="Forms a file may hold gate and up in; the first stacked one is memory's."
+    )
+    up: list[Layout] = Field([], description="In place of `gate_up`, of experts without a gate: act(up), then down.")
+    gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up, or of up alone.")
     down: list[Layout] = Field(min_length=1, description="Forms a file may hold down in.")
     down_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of down.")
 
@@ -297,7 +327,7 @@ class Rule(Entry):
         min_length=1,
         description="With `by`: value (text, number, true or false) to kind. Otherwise: what earlier rules chose to what it becomes.",
     )
-    when: ConfigPath | None = Field(None, description="A config flag without which the rule does nothing.")
+    when: ConfigPath | None = Field(None, description="A config flag or number that turns the rule on; absent, false or 0 do not.")
 
     def given(self, selector: str) -> Any:
         """The value of a selector, by the name that a spec calls it by; None where it is not given."""

@@ -105,7 +105,7 @@ def test_calls_without_parameters_draw_as_the_model_says(directory):
     write(directory, temperature=-1)
     with pytest.raises(ConfigError, match=r"generation_config.json sets \{'temperature': -1\}, which cannot be served: temperature=-1"):
         LLM(directory, **load)
-    with pytest.raises(ConfigError, match="must be 'auto', 'vllm' or a directory with generation_config.json"):
+    with pytest.raises(ConfigError, match=r"must be .*or a directory with generation_config"):
         LLM(directory, generation_config=str(directory / "nowhere"), **load)
 
 

@@ -29,7 +29,7 @@ def test_shipped_packages_agree(name):
     report = verify(name)
     assert report.ok, report.to_text()
     assert [row.mode for row in report.rows] == ["whole prefill", "chunked prefill", "decode", "batched decode"]
-    assert report.lines_compared >= 20
+    assert report.lines_compared >= 15
     assert json.loads(report.to_json())["ok"] is True
 
 

@@ -63,7 +63,7 @@ class Tiny:
 
     def _schedule_reads(self) -> Iterator[tuple[str, Read]]:
         for at, rule in self.model.rules:
-            for field, want in (("when", "bool"), ("at", "indices"), ("by", "values")):
+            for field, want in (("when", "number"), ("at", "indices"), ("by", "values")):
                 if getattr(rule, field) is not None:
                     yield getattr(rule, field), Read(want, (*at, field))
             for field in ("every", "first", "last", "from"):

@@ -1,5 +1,12 @@
 """The k best of a token's router scores in Triton, one program a token: torch.topk sorts, which costs two slow launches.
 
+What of a router runs here, and what in the compiled code around it:
+
+    top-k of raw, softmaxed or sigmoid scores, biased or not     here
+    top-k of scores that groups left out, which are -inf         here: below every other score
+    rank of groups, by their best or their best two              here: a row is a group of a token
+    scores, selection bias, gather of the weights, sums, factors, sparsemixer    compiled
+
 Shape suffixes: T tokens, E experts, K experts of a token.
 """
 
