@@ -190,6 +190,15 @@ class Engine:
         return self._updater.load(source)
 
     @_in_turn
+    def receive_weights(self, source: int, group: Any = None, on_running: str = "wait") -> Update:
+        """Write what `loading.remote.send_weights` broadcasts from the process of rank `source`."""
+        from flexgen.runtime.loading.remote import Receiver  # torch.distributed, for those who use it
+
+        self._updater = self._updater or Updater(cast(Model, self.model))
+        self._settle(on_running)
+        return self._updater.receive(Receiver(source, self.model.device, group))
+
+    @_in_turn
     def weights_changed(self, on_running: str = "wait") -> Counter[str]:
         """After a trainer changed the tensors that it shares: derive and cache anew. -> tensors that are shared, by role.
 

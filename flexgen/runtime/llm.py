@@ -316,6 +316,12 @@ class LLM:
             raise NotImplementedError("reload_weights reads the directory that a model was loaded from, and this one has none")
         return self.load_weights(self._directory, on_running)
 
+    def receive_weights(self, source: int, group: Any = None, on_running: str = "wait") -> Update:
+        """Take the weights that another process broadcasts with `flexgen.runtime.loading.remote.send_weights`, over
+        torch.distributed: bucketed, checked at both ends before a tensor is sent, counted. See docs/weights.md.
+        """
+        return self.llm_engine.receive_weights(source, group, on_running)
+
     def weights_changed(self, on_running: str = "wait") -> Counter[str]:
         """To be called after the trainer changed tensors that it shares through `from_model`, once an optimizer's step."""
         return self.llm_engine.weights_changed(on_running)

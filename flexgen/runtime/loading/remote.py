@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,12 +59,14 @@ def send_weights(
 ) -> int:
     """Broadcast (name, tensor) from this process, whose rank is `source`, to the engine's. -> tensors sent.
 
-    Raises UpdateError for what the engine does not take, and then nothing has been sent.
+    A tied pair is one tensor, and is sent once. Raises UpdateError for what the engine does not take, and then nothing has been sent.
     """
-    pairs = list(weights)
-    for name, tensor in pairs:
+    given: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+    for name, tensor in weights:
         if problem := unreadable(tensor):
             raise UpdateError(f"{name} {problem}")
+        given.setdefault((tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype), (name, tensor))
+    pairs = list(given.values())
     headers = [Header(name, tuple(tensor.shape), tensor.dtype) for name, tensor in pairs]
     dist.broadcast_object_list([headers, bucket_bytes], src=source, group=group)
     answer: list[str | None] = [None]
@@ -90,14 +93,19 @@ class Receiver:
         self.headers: list[Header] = sent[0]
         self._buckets = buckets(self.headers, sent[1])
         self._arrived: Iterator[Tensor] = iter(())
+        self._read_so_far = 0
+        self.going = False
 
     @property
     def entries(self) -> list[Entry]:
         """What is to come. Each is read once, in this order."""
-        return [Entry(header.name, header.shape, header.dtype, self._next) for header in self.headers]
+        return [
+            Entry(header.name, header.shape, header.dtype, partial(self._read, index)) for index, header in enumerate(self.headers)
+        ]
 
     def answer(self, refusal: str | None) -> None:
         """Tell the sender to go on, or why not."""
+        self.going = refusal is None
         dist.broadcast_object_list([refusal], src=dist.get_rank(), group=self.group)
 
     def drain(self) -> None:
@@ -105,7 +113,10 @@ class Receiver:
         for bucket in self._buckets:
             self._receive(bucket)
 
-    def _next(self) -> Tensor:
+    def _read(self, index: int) -> Tensor:
+        if not self.going or index != self._read_so_far:
+            raise UpdateError(f"{self.headers[index].name} would be read before it arrives: send one tensor of a tied pair")
+        self._read_so_far += 1
         tensor = next(self._arrived, None)
         if tensor is None:
             self._arrived = iter(self._receive(next(self._buckets)))
