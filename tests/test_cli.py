@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import saved
+from typer.main import get_command
 
 from flexgen import cli
 from flexgen.assets import root
+from flexgen.cli import shared
 
 NEXT = "next: flexgen new NAME --config DIR, or a spec of your own in specs/\n"
 LLAMA = (root("specs") / "llama.yaml").read_text("utf-8")
@@ -139,7 +143,7 @@ def test_two_specs_of_one_name_make_no_package(run, tmp_path, monkeypatch):
     assert code == 2
     assert "are both called `llama`" in printed
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(cli, "find_specs", lambda _: [copy, root("specs") / "llama.yaml"])
+    monkeypatch.setattr(shared, "find_specs", lambda _: [copy, root("specs") / "llama.yaml"])
     code, again = run("diff")
     assert (code, again) == (2, printed)
     monkeypatch.undo()
@@ -191,7 +195,7 @@ def test_a_failure_of_our_own_is_one_message(run, monkeypatch):
     def fail(_: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr(cli, "find_specs", fail)
+    monkeypatch.setattr(shared, "find_specs", fail)
     assert run("check") == (4, "error: KeyError: 'lost'\nFLEXGEN_DEBUG=1 shows where it happened\n")
 
 
@@ -234,8 +238,34 @@ def test_a_reader_that_leaves_early_is_no_error(buffering):
 
 
 def test_a_mark_of_byte_order_is_no_part_of_the_first_prompt(tmp_path):
-    from flexgen.cli import _lines, _read
+    from flexgen.cli.models import _lines, _read
 
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffthe fox\na dog\n".encode())
     assert _lines(_read(file)) == ["the fox", "a dog"]
+
+
+def test_colours_are_for_a_person(run, tmp_path, monkeypatch):
+    spec = tmp_path / "x.yaml"
+    spec.write_text("flexgen: 1\nnam: x\n", "utf-8")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain = run("check", spec)[1]
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    colour = run("check", spec)[1]
+    assert colour != plain and re.sub(r"\x1b\[[0-9;]*m", "", colour) == plain
+    assert "\x1b[1;31merror[SPEC" in colour and re.search(r"\x1b\[1;31m *\^", colour)
+
+
+def test_every_help_says_how_it_ends():
+    commands = get_command(cli.app).commands
+    assert all("Exit codes: 0 fine" in command.epilog for command in commands.values())
+    assert {name for name, command in commands.items() if "1 something differs" in command.epilog} == {"build", "diff", "schema", "verify"}
+
+
+@pytest.mark.parametrize("wrong", [("--max-tokens", "0"), ("--dtype", "int3"), ("--device", "tpu"),
+                                   ("--top-p", "2")])  # fmt: skip
+def test_a_bad_argument_of_generate_is_wrong_usage(run, wrong):
+    _, folder = saved("llama")
+    code, printed = run("generate", folder, "-p", "x", *wrong)
+    assert code == 2 and printed.startswith("error: "), printed

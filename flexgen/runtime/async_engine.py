@@ -112,15 +112,13 @@ class AsyncEngine:
         Raises ValueError for a prompt, parameter or request_id that cannot be served, and GenerationError, which holds
         what there is of the answers, for one that failed while it ran.
         """
-        if lora_request is not None:
-            raise NotImplementedError("lora_request is not supported yet")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id is {request_id!r}, and must be text")
         stream = _Stream(request_id, asyncio.get_running_loop())
         text, ids = parse_prompt(prompt, self._engine.tokens)
         params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
         (first,) = self._engine.admission.check_priorities([priority], 1)
-        adding = self._submit(lambda: self._add(stream, ids, params, text, timeout, first))
+        adding = self._submit(lambda: self._add(stream, ids, params, text, timeout, first, lora_request))
         try:
             await asyncio.wrap_future(adding)
             while True:
@@ -198,6 +196,16 @@ class AsyncEngine:
 
     async def reload_weights(self, on_running: str = "wait") -> Update:
         return await self._on_thread(lambda: self._between(on_running, self._llm.reload_weights))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before a request brings it."""
+        return await self._on_thread(lambda: self._engine.add_lora(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return await self._on_thread(lambda: self._engine.remove_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        return await self._on_thread(self._engine.list_loras)
 
     async def load_adapter(
         self, adapter: Any, name: str | None = None, config: Any = None, on_running: str = "wait"
@@ -294,10 +302,11 @@ class AsyncEngine:
         text: str | None,
         timeout: float | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> None:
         if stream.request_id in self._streams:
             raise ValueError(f"request_id={stream.request_id!r} is running already; ids must differ")
-        stream.group = self._engine.add(stream.request_id, ids, params, text, timeout, priority=priority)
+        stream.group = self._engine.add(stream.request_id, ids, params, text, timeout, False, priority, lora_request)
         self._streams[stream.request_id] = stream
 
     def _abort(self, request_id: str) -> None:

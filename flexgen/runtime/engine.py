@@ -18,14 +18,17 @@ from flexgen.runtime.execution import start
 from flexgen.runtime.execution.runner import InFlight, Runner
 from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.execution.tables import SlotTables
+from flexgen.runtime.loading.attached import Attached
+from flexgen.runtime.loading.lora import AdapterError
 from flexgen.runtime.loading.merging import AdapterUpdate, Merger
 from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.registry import AdapterRegistry
 from flexgen.runtime.loading.sharing import Shared, SharingError
 from flexgen.runtime.loading.updates import Source, Update, UpdateError, Updater, incomplete
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.requests.admission import Admission
 from flexgen.runtime.requests.outputs import token_logprobs
-from flexgen.runtime.requests.params import SamplingParams
+from flexgen.runtime.requests.params import LoRARequest, SamplingParams
 from flexgen.runtime.requests.request import Request, RequestGroup
 from flexgen.runtime.requests.tokens import Tokens
 from flexgen.runtime.sampling.sampler import SamplingTables
@@ -69,15 +72,19 @@ class Engine:
         self.shared: Shared | None = None
         self.metrics = Metrics()
         self.prefix_caching = _prefix_caching(model, options)
+        self.adapters = _adapters(model, options)
         self.cache = _cache(model, options)
         windows = [group.geometry.window for group in self.cache.groups]
         self.tables = BlockTables(self.cache.pages, windows, options.block_size, self.prefix_caching)
-        self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics)
+        self.scheduler = Scheduler(self.tables, options.max_num_seqs, options.max_num_batched_tokens, self.metrics, options.max_loras)
         self.admission = Admission(
             tokens, options, model.dims.vocab, any(model.routers), self.cache.recorded_shape, self.tables.check_fits
         )
         model.make_rope_tables(options.max_model_len)
-        self.runner = Runner(_device_step(model, self.cache, tokens.vocab, options))
+        attached = None if self.adapters is None else self.adapters.attached
+        self.runner = Runner(_device_step(model, self.cache, tokens.vocab, options, attached))
+        if self.adapters is not None:
+            self.runner.place_adapter = self.adapters.place
         self.startup = {"load": model.load_seconds, "compile": 0.0, "capture": 0.0}
         if model.device.type == "cuda" and not options.enforce_eager:
             self.runner.graphs = start.start(self.runner.step, options, self.startup)
@@ -92,6 +99,7 @@ class Engine:
         timeout: float | None = None,
         checked: bool = False,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Queue the n answers to one prompt. `timeout` is in seconds from now.
 
@@ -101,10 +109,55 @@ class Engine:
             raise UpdateError(incomplete(self.model.missing_weights))
         params = params if checked else self.admission.check_params(params)
         group = self.admission.admit(request_id, prompt_ids, params, prompt, timeout, priority)
+        if lora_request is not None:
+            self._bring(group, lora_request)
         for request in group.requests:
             self._groups[request] = group
             self.scheduler.add(request)
         return group
+
+    def _bring(self, group: RequestGroup, lora_request: LoRARequest) -> None:
+        """Let a group that is not queued yet run with an adapter."""
+        registry = self._registry()
+        if registry.wants_reading(lora_request):
+            self.add_lora(lora_request)
+        group.lora_request = lora_request
+        for request in group.requests:
+            request.adapter, request.adapter_key = lora_request.lora_int_id, registry.key(lora_request.lora_int_id)
+
+    def _registry(self) -> AdapterRegistry:
+        if self.adapters is None:
+            raise ValueError("lora_request needs LLM(enable_lora=True), which makes room for adapters; load_adapter merges one for all")
+        return self.adapters
+
+    @_in_turn
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before a request brings it, or again with `load_inplace`. -> whether it was read.
+
+        Raises AdapterError for what does not fit, and for one whose requests have not ended.
+        """
+        registry, number = self._registry(), lora_request.lora_int_id
+        if not registry.wants_reading(lora_request):
+            return False
+        self._check_idle(number)
+        registry.read(lora_request)
+        self.scheduler.adapters.forget(number)
+        return True
+
+    @_in_turn
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter. -> whether there was one of this number."""
+        self._check_idle(lora_id)
+        self.scheduler.adapters.forget(lora_id)
+        return self._registry().remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        return self._registry().numbers
+
+    def _check_idle(self, number: int) -> None:
+        running = sum(request.adapter == number for request in self._groups)
+        if running:
+            raise AdapterError(f"adapter {number} is that of {running} answers that have not ended: finish or abort them first")
 
     @property
     def model_config(self) -> SimpleNamespace:
@@ -135,6 +188,15 @@ class Engine:
         self._updater = self._updater or Updater(cast(Model, self.model))
         self._settle(on_running)
         return self._updater.load(source)
+
+    @_in_turn
+    def receive_weights(self, source: int, group: Any = None, on_running: str = "wait") -> Update:
+        """Write what `loading.remote.send_weights` broadcasts from the process of rank `source`."""
+        from flexgen.runtime.loading.remote import Receiver  # torch.distributed, for those who use it
+
+        self._updater = self._updater or Updater(cast(Model, self.model))
+        self._settle(on_running)
+        return self._updater.receive(Receiver(source, self.model.device, group))
 
     @_in_turn
     def weights_changed(self, on_running: str = "wait") -> Counter[str]:
@@ -338,6 +400,15 @@ def _prefix_caching(model: ServedModel, options: EngineOptions) -> bool:
     return wanted
 
 
+def _adapters(model: ServedModel, options: EngineOptions) -> AdapterRegistry | None:
+    """Room for the adapters of requests, before memory is measured for pages."""
+    if not options.enable_lora:
+        return None
+    tokens = options.max_num_batched_tokens + options.max_num_seqs + 1  # a step's, and its padding
+    attached = Attached(cast(Model, model), options.max_loras, options.max_lora_rank, tokens, options.lora_target_modules)
+    return AdapterRegistry(attached)
+
+
 def _cache(model: ServedModel, options: EngineOptions) -> Cache:
     groups = page_groups(model.mixers, model.state)
     pages = size_pools(model, groups, options)
@@ -347,9 +418,9 @@ def _cache(model: ServedModel, options: EngineOptions) -> Cache:
     return Cache(model, groups, pages, options.block_size, options.max_num_seqs, routed_tokens)
 
 
-def _device_step(model: ServedModel, cache: Cache, real_vocab: int, options: EngineOptions) -> DeviceStep:
+def _device_step(model: ServedModel, cache: Cache, real_vocab: int, options: EngineOptions, adapters: Attached | None) -> DeviceStep:
     blocks = -(-options.max_model_len // options.block_size)
-    tables = SlotTables(options.max_num_seqs, len(cache.groups), blocks, model.device)
+    tables = SlotTables(options.max_num_seqs, len(cache.groups), blocks, model.device, adapters is not None)
     sampling = SamplingTables(options.max_num_seqs, model.dims.vocab, model.device)
     raw_logprobs = options.logprobs_mode == "raw_logprobs"
-    return DeviceStep(model, cache, tables, sampling, real_vocab, raw_logprobs)
+    return DeviceStep(model, cache, tables, sampling, real_vocab, raw_logprobs, adapters)

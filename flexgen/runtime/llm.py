@@ -27,8 +27,8 @@ from flexgen.runtime.options import EngineOptions, Options
 from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests.generation import generation_defaults
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
-from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
-from flexgen.runtime.requests.prompts import Params, Prompt, params_list, parse_prompt, prompt_list
+from flexgen.runtime.requests.params import RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.prompts import Loras, Params, Prompt, lora_list, params_list, parse_prompt, prompt_list
 from flexgen.runtime.requests.request import RequestGroup
 from flexgen.runtime.requests.templates import options
 from flexgen.runtime.requests.tokens import Tokens
@@ -137,7 +137,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
         raise_on_error: bool = False,
@@ -157,7 +157,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
     ) -> list[str]:
         """Queue prompts, which `wait_for_completion` answers. -> their request ids"""
@@ -187,7 +187,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | None = None,
+        lora_request: Loras = None,
         chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -206,7 +206,7 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: Loras = None,
         chat_template: str | os.PathLike[str] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -240,7 +240,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: Loras = None,
         timeout: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield a RequestOutput each time a request has grown, the last with `finished`. Closing it aborts the rest.
@@ -267,7 +267,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: LoRARequest | None = None,
+        lora_request: Loras = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -315,6 +315,12 @@ class LLM:
         if self._directory is None:
             raise NotImplementedError("reload_weights reads the directory that a model was loaded from, and this one has none")
         return self.load_weights(self._directory, on_running)
+
+    def receive_weights(self, source: int, group: Any = None, on_running: str = "wait") -> Update:
+        """Take the weights that another process broadcasts with `flexgen.runtime.loading.remote.send_weights`, over
+        torch.distributed: bucketed, checked at both ends before a tensor is sent, counted. See docs/weights.md.
+        """
+        return self.llm_engine.receive_weights(source, group, on_running)
 
     def weights_changed(self, on_running: str = "wait") -> Counter[str]:
         """To be called after the trainer changed tensors that it shares through `from_model`, once an optimizer's step."""
@@ -367,23 +373,22 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | None,
-        lora_request: LoRARequest | None,
+        lora_request: Loras,
         timeout: float | None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestGroup]:
         """Queue every prompt, or raise for the first that cannot be served and queue none."""
-        if lora_request is not None:
-            raise NotImplementedError("lora_request is not supported yet")
         parsed = [parse_prompt(prompt, self.llm_engine.tokens) for prompt in prompt_list(prompts)]
+        adapters = lora_list(lora_request, len(parsed))
         sampling_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_list(sampling_params, len(parsed), self.llm_engine.admission.check_params)
         priorities = self.llm_engine.admission.check_priorities(priority, len(parsed))
         groups: list[RequestGroup] = []
         complete = False
         try:
-            for (text, ids), each, first in zip(parsed, params, priorities):
+            for (text, ids), each, first, lora in zip(parsed, params, priorities, adapters):
                 request_id = str(next(self._requests))
-                groups.append(self.llm_engine.add(request_id, ids, each, text, timeout, checked=True, priority=first))
+                groups.append(self.llm_engine.add(request_id, ids, each, text, timeout, True, first, lora))
             complete = True
         finally:
             if not complete:

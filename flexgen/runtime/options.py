@@ -31,6 +31,10 @@ class Options(TypedDict, total=False):
     cudagraph_capture_sizes: Sequence[int] | None
     lazy_capture: bool
     enable_return_routed_experts: bool
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    lora_target_modules: Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class EngineOptions:
 
     enable_prefix_caching  None: on, unless the model has recurrent state
     max_logprobs           most logprobs that a request may ask for at each position; None and -1: the whole vocabulary
+    max_loras              adapters of requests that run in one step, each of at most max_lora_rank
+    lora_target_modules    last parts of the modules that have room for them; None: all linear ones and experts
     """
 
     max_model_len: int
@@ -56,9 +62,14 @@ class EngineOptions:
     cudagraph_capture_sizes: Sequence[int] | None = None
     lazy_capture: bool = False
     enable_return_routed_experts: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    lora_target_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("block_size", 1), ("max_num_batched_tokens", 1)):
+        for name, low in (("max_model_len", 2), ("max_num_seqs", 1), ("block_size", 1), ("max_num_batched_tokens", 1),
+                          ("max_loras", 1), ("max_lora_rank", 1)):  # fmt: skip
             _at_least(name, getattr(self, name), low)
         if self.num_gpu_blocks_override is not None:
             _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
@@ -75,7 +86,7 @@ class EngineOptions:
                 raise ValueError(f"{name}={shown(value)} must be one of {', '.join(known)}")
         if self.max_logprobs is not None:
             _at_least("max_logprobs", self.max_logprobs, -1)
-        for name in ("enforce_eager", "lazy_capture", "enable_return_routed_experts", "enable_prefix_caching"):
+        for name in ("enforce_eager", "lazy_capture", "enable_return_routed_experts", "enable_lora", "enable_prefix_caching"):
             optional = name == "enable_prefix_caching"
             if not isinstance(value := getattr(self, name), bool) and not (optional and value is None):
                 raise ValueError(f"{name} must be True or False{' or None' if optional else ''}, got {shown(value)}")

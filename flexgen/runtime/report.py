@@ -47,6 +47,12 @@ def _weights(engine: Engine) -> list[str]:
     lines = [f"weights: {_size(stored)}, and {_size(derived)} derived of them"]
     if model.shadow_bytes:
         lines.append(f"merged adapters: {_size(model.shadow_bytes)} in {len(model.pristine)} copies of the weights that they touch")
+    if engine.adapters is not None:
+        room, kept = engine.adapters.attached, engine.adapters
+        lines.append(
+            f"adapters of requests: {_size(room.nbytes)} for {engine.options.max_loras} of rank {room.rank}, and {_size(kept.host_bytes)} "
+            f"on the host for {len(kept.numbers)}"
+        )
     if shared is not None:
         lines.append(
             f"shared with a trainer: {_size(shared.nbytes)} in {len(shared.tensors)} tensors, of which {_size(shared.copied)} moved "

@@ -56,9 +56,8 @@ def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> An
     config = AutoConfig.from_pretrained(directory)
     for part in (config, config.get_text_config()):
         part._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=dtype, attn_implementation="eager"
-    )
+    with _no_bar():
+        model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation="eager")
     return _plain_on_host(model.to(device).eval())  # type: ignore[arg-type]
 
 
@@ -90,13 +89,20 @@ def _by_device(chosen: Callable[..., Any], own: Callable[..., Any]) -> Callable[
 
 
 def save(model: Any, directory: str | Path) -> None:
-    """Write a checkpoint, without the progress bar that transformers shows."""
+    """Write a checkpoint."""
+    with _no_bar():
+        model.save_pretrained(directory)
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without the progress bar that transformers shows."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model.save_pretrained(directory)
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()

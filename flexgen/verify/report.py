@@ -47,7 +47,8 @@ class Difference:
 class Report:
     """All comparisons of one package with one model. `lines_compared` counts generated lines held to a module each.
 
-    `unaligned` are lines that differ from their module although what their layer makes of them agrees.
+    `unaligned` are lines that differ from their module although what their layer makes of them agrees; `untold` are places
+    of the spec that fp32 cannot hold.
     """
 
     package: str
@@ -56,6 +57,7 @@ class Report:
     lines_compared: int = 0
     first_difference: Difference | None = None
     unaligned: list[Difference] = field(default_factory=list)
+    untold: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -86,6 +88,9 @@ class Report:
                 f"    {what} could not be aligned with the reference's module in {count} place{'s' if count > 1 else ''}, "
                 "whose layers give what the reference's do",
             ]
+        if self.untold:
+            listed = ", ".join(self.untold)
+            lines.append(f"  fp32 cannot tell where values are rounded ({listed}): --dtype bfloat16 holds them bit for bit")
         found = self.first_difference
         if found is not None:
             layer = f"layer {found.layer} ({found.kind}), {found.block}"

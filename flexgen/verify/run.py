@@ -14,10 +14,11 @@ from torch import Tensor
 from flexgen.compiler import UsageError, find_specs
 from flexgen.contract.state import Slots
 from flexgen.runtime.loading.checkpoint import CheckpointError
-from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.model import DTYPES, Model
 from flexgen.runtime.loading.package import find_packages, read_manifest
 from flexgen.spec.load import Spec, load_spec
 from flexgen.verify import reference
+from flexgen.verify.bits import compare_bits, told_by_rounding
 from flexgen.verify.harness import Harness
 from flexgen.verify.layers import LayerRun
 from flexgen.verify.report import Report, Row
@@ -44,10 +45,14 @@ def verify(
     """Compare a generated package with transformers: by its spec's name or file, looked for in `generated`, or by its folder.
 
     Without a checkpoint, both models are the spec's `tiny:` model with every tensor random. Raises UsageError for a
-    package, spec or device that is not there, a package built from another spec, and a dtype other than float32.
+    package, spec or device that is not there, a package built from another spec, and a dtype that is none.
+
+    float32 compares sizes of errors; bfloat16 and float16 hold every layer to transformers' own, bit for bit.
     """
-    if dtype != "float32":
-        raise UsageError(f"dtype is {dtype!r}, and verify compares in float32 only: leave --dtype out")
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype is {dtype!r}, and must be one of {', '.join(DTYPES)}")
+    if dtype != "float32" and torch.device(device).type != "cpu":
+        raise UsageError(f"{dtype} is compared bit for bit, which kernels on {device!r} do not promise: leave --device out")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
@@ -58,8 +63,8 @@ def verify(
     described = _described(folder, manifest) if checkpoint is None or str(spec) in find_packages() else None
     if checkpoint is not None:
         model = Model.load(checkpoint, dtype=dtype, device=device, generated=folder, allow_edited=True)  # it refuses what is none
-        oracle = reference.load(Path(checkpoint), device)
-        return _compare(name, str(checkpoint), model, oracle)
+        oracle = reference.load(Path(checkpoint), device, DTYPES[dtype])
+        return _report(name, str(checkpoint), model, oracle, described)
     assert described is not None
     oracle = reference.tiny(described.model.tiny).to(device)
     with tempfile.TemporaryDirectory() as directory:
@@ -72,7 +77,17 @@ def verify(
                 theirs = error.what.replace(directory, "transformers' own model")
                 where = _spec_path(folder, error.role)
                 raise UsageError(f"{theirs}{where}: a weight of the spec has another name or shape there") from None
-    return _compare(name, "its tiny model with random weights", model, oracle)
+        if dtype != "float32":
+            oracle = reference.load(Path(directory), device, DTYPES[dtype])
+    return _report(name, "its tiny model with random weights", model, oracle, described)
+
+
+def _report(name: str, what: str, model: Model, oracle: Any, described: Spec | None) -> Report:
+    if model.dtype != torch.float32:
+        return compare_bits(name, what, model, oracle, _prompt(PROMPT, model.dims.vocab, 7))
+    report = _compare(name, what, model, oracle)
+    report.untold = told_by_rounding(described) if described else []
+    return report
 
 
 def _spec_path(folder: Path, role: str | None) -> str:

@@ -133,7 +133,7 @@ def shared(w: Layer, x_TD: Tensor) -> Tensor:
 def moe_weights(dims: Dims) -> list[weights.Weight]:
     # spec: moe.moe
     return [
-        *weights.router("moe_router", {"mlp.gate": dims.experts}, dims.hidden, "moe_routed", dims.top_k),
+        *weights.router("moe_router", {"mlp.gate": dims.experts}, dims.hidden, "moe_routed", dims.top_k, fp32=True),
         weights.bias("moe_choice_bias",
             (dims.experts,), "mlp.gate.e_score_correction_bias", axes=("experts",), fp32=True),
         weights.experts("moe_gate_up",

@@ -123,8 +123,6 @@ def test_a_report_that_holds_nothing_or_nan_is_not_ok():
 def test_errors_name_what_is_wrong():
     with pytest.raises(UsageError, match="no generated package `lama`"):
         verify("lama")
-    with pytest.raises(UsageError, match="bfloat16"):
-        verify("llama", dtype="bfloat16")
     with pytest.raises(UsageError, match=r"manifest.json is a file, and no spec: give a spec, or the folder of a package"):
         verify(root("generated") / "llama" / "manifest.json")
 

@@ -5,7 +5,7 @@ The host uploads only what changed and reads tokens one step late, so nothing he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -54,6 +54,7 @@ class Runner:
     def __init__(self, step: DeviceStep) -> None:
         self.step = step
         self.graphs: Graphs | None = None
+        self.place_adapter: Callable[[int, int], None] = _no_adapters
         self._weights_checked = step.model.weight_version
         self._batch: tuple[int, ...] = ()
         self._batch_slots = upload([], step.device)
@@ -61,6 +62,8 @@ class Runner:
     @torch.no_grad()
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step; nothing here waits for the device."""
+        for slot, adapter in plan.adapters:
+            self.place_adapter(slot, adapter)
         self.step.enter(plan.entered)
         self.step.tables.apply(plan.changes)
         flight = InFlight([row.request for row in plan.rows if row.samples])
@@ -116,6 +119,10 @@ class Runner:
         if batch != self._batch:
             self._batch, self._batch_slots = batch, upload(batch, self.step.device)
         return self._batch_slots
+
+
+def _no_adapters(slot: int, adapter: int) -> None:
+    raise AssertionError(f"adapter {adapter} was given slot {slot} of an engine without adapters")
 
 
 def _pieces(rows: Sequence[Row]) -> tuple[list[Piece], list[int]]:

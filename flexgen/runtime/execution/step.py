@@ -20,7 +20,9 @@ from torch import Tensor
 from flexgen.contract.abi import PageStep, Step
 from flexgen.runtime.execution.packed import LAST, PADDING, Packed, Piece, Shape, numbers
 from flexgen.runtime.execution.tables import SlotTables
+from flexgen.runtime.loading.attached import Attached
 from flexgen.runtime.ops.attention import plan_split
+from flexgen.runtime.ops.lora import Adapted
 from flexgen.runtime.requests.request import Request
 from flexgen.runtime.requests.rules import HostRules
 from flexgen.runtime.sampling.sampler import Features, LogitsEdit, Sampled, SamplingTables, sample
@@ -35,6 +37,7 @@ class DeviceStep:
 
     real_vocab    ids that have a token; the rest of the vocabulary pads it
     raw_logprobs  logprobs are those of the model's own logits
+    adapters      tables of the adapters that requests bring, or None
     mark          told of every `Step` before the model runs it; compilation marks the sizes that change
     """
 
@@ -44,6 +47,7 @@ class DeviceStep:
     sampling: SamplingTables
     real_vocab: int
     raw_logprobs: bool
+    adapters: Attached | None = None
     mark: Callable[[Step], Step] = lambda step: step
     recurrent: bool = field(init=False)
 
@@ -63,6 +67,7 @@ class DeviceStep:
     def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
         ids_R, positions_R, rows_R, starts_R, lengths_R = self.tables.rows(slots_R)
+        self._adapt(slots_R)
         pages: dict[str, PageStep] = {}
         for index, group in enumerate(self.cache.groups):
             table_RB, places_R = self.tables.places(slots_R, index, self.cache.block_size)
@@ -78,6 +83,7 @@ class DeviceStep:
         """Hidden states (T, D) of a step with prompts; writes its K/V and state."""
         slots_R, rows_T = packed.slots_R.clone(), packed.rows_T.int()
         ids_T = torch.where(packed.ids_T == LAST, self.tables.last_S[slots_R][rows_T], packed.ids_T)
+        self._adapt(slots_R[rows_T])
         starts_R, lengths_R = packed.starts_R.int(), packed.lengths_R.int()
         size = self.cache.block_size
         pages: dict[str, PageStep] = {}
@@ -89,6 +95,11 @@ class DeviceStep:
         state_R = slots_R if self.recurrent else None
         step = Step(packed.positions_T.clone(), rows_T, starts_R, lengths_R, pages, state_R)
         return self.model.forward(ids_T, self.mark(step))
+
+    def _adapt(self, slots_T: Tensor) -> None:
+        """Tell the weights where the adapter of each token lies."""
+        if self.adapters is not None and self.tables.adapter_S is not None:
+            self.adapters.slots_T[: len(slots_T)].copy_(self.tables.adapter_S[slots_T])
 
     def _pages(self, group: PageGroup, places_T: Tensor, table_RB: Tensor, lengths_R: Tensor) -> dict[str, PageStep]:
         """A page group's part of a step, for each attention that uses it."""
@@ -119,7 +130,9 @@ class DeviceStep:
         owners: list[tuple[str, Any]] = [("model", self.model.weights), ("sampling", self.sampling)]
         owners += [(f"layer {index}", layer) for index, layer in enumerate(self.model.layers)]
         for owner, holder in owners:
-            yield from ((f"{owner}'s {name}", value) for name, value in vars(holder).items() if isinstance(value, Tensor))
+            for name, value in vars(holder).items():
+                held = {"": value.weight, " A": value.a, " B": value.b} if isinstance(value, Adapted) else {"": value}
+                yield from ((f"{owner}'s {name}{part}", each) for part, each in held.items() if isinstance(each, Tensor))
         yield from self.tables.tensors()
 
 

@@ -24,15 +24,17 @@ class SlotTables:
     last_S     (S,) int64      the last token
     length_S   (S,) int64      how many tokens, the last one included
     blocks_SB  (S, B) int32, one a page group: the page of each block
+    adapter_S  (S,) int64      where its adapter lies, 0: none; None where requests bring none
     The pad slot keeps one token, 0.
     """
 
-    def __init__(self, slots: int, groups: int, blocks: int, device: torch.device) -> None:
+    def __init__(self, slots: int, groups: int, blocks: int, device: torch.device, adapters: bool = False) -> None:
         rows = slots + 1
         self.device = device
         self.last_S = torch.zeros(rows, dtype=torch.int64, device=device)
         self.length_S = torch.ones(rows, dtype=torch.int64, device=device)
         self.blocks_SB = [torch.zeros((rows, blocks), dtype=torch.int32, device=device) for _ in range(groups)]
+        self.adapter_S = torch.zeros(rows, dtype=torch.int64, device=device) if adapters else None
 
     def enter(self, requests: Sequence[Request]) -> Tensor:
         """Write requests that just got their slots, with empty block tables; returns the slots."""
@@ -41,6 +43,8 @@ class SlotTables:
         self.length_S[slots], self.last_S[slots] = lengths, last
         for blocks_SB in self.blocks_SB:
             blocks_SB.index_fill_(0, slots, 0)
+        if self.adapter_S is not None:
+            self.adapter_S[slots] = upload([request.adapter_slot for request in requests], self.device)
         return slots
 
     def apply(self, changes: Sequence[TableChange]) -> None:
@@ -88,4 +92,6 @@ class SlotTables:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All of them by name, as an error names them."""
         yield from (("last tokens", self.last_S), ("lengths", self.length_S))
+        if self.adapter_S is not None:
+            yield "adapters", self.adapter_S
         yield from ((f"block table {group}", blocks_SB) for group, blocks_SB in enumerate(self.blocks_SB))

@@ -72,11 +72,11 @@ class Pair:
 
 
 class Reader:
-    """Reads adapters of one model. Knows every module that its spec has."""
+    """Reads adapters of one model, on to its device or another. Knows every module that its spec has."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, device: torch.device | None = None) -> None:
         walker = model.package.walker
-        self.model = model
+        self.model, self.device = model, device or model.device
         self.prefixes: list[str] = sorted(walker.PREFIXES, key=len, reverse=True)
         self.layer = re.compile(walker.LAYER.replace(".", r"\.").replace("*", r"(\d+)") + r"\.(.+)")
         self.modules: dict[Place, Module] = {}
@@ -196,7 +196,7 @@ class Reader:
         for part, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
             if problem := unreadable(tensor):
                 raise AdapterError(f"adapter {name}: {pair.module}.{part} {problem}")
-        a, b = (tensor.detach().to(self.model.device) for tensor in (pair.a, pair.b))
+        a, b = (tensor.detach().to(self.device) for tensor in (pair.a, pair.b))
         if pair.embedding:
             a, b = b.T, a.T
         try:

@@ -70,6 +70,9 @@ Deltas = Mapping[str, Sequence[LowRank | ExpertLowRank]]
 `mlp.experts.3.gate_proj`."""
 
 
+_AT_ONCE = 2**26
+"""Numbers of experts that are summed at once in fp32: 256 MiB beside the weights."""
+
 Merge = Callable[[Tensor, Tensor, Weight, Deltas], int]
 """Writes base + the sum of updates to `out`: (out, base, the weight's row, deltas) -> how many modules changed."""
 
@@ -135,16 +138,22 @@ def merge_experts(
     if not whole and not any(parts):
         out.copy_(base)
         return 0
-    total = base.to(torch.float32, copy=True)
-    total_EOI = total.transpose(1, 2) if transposed else total
+    shape_EOI = base.transpose(1, 2).shape if transposed else base.shape
     for update in whole:
-        _check_fits(update, total_EOI.shape, stacked)
-        assert isinstance(update, ExpertLowRank)  # what fits all experts is for all of them
-        b, a = update.factors()
-        total.baddbmm_(*((a.mT, b.mT) if transposed else (b, a)), alpha=update.scale)
-    for index, (name, updates) in enumerate(zip(per_expert, parts)):
-        _add_per_expert(total_EOI.chunk(len(parts), dim=1)[index], updates, name)
-    out.copy_(total.to(out.dtype))
+        _check_fits(update, shape_EOI, stacked)
+    factors = [(update.scale, *update.factors()) for update in whole if isinstance(update, ExpertLowRank)]
+    assert len(factors) == len(whole)  # what fits all experts is for all of them
+    step = max(1, _AT_ONCE // base[0].numel())
+    for first in range(0, base.shape[0], step):
+        total = base[first : first + step].to(torch.float32, copy=True)
+        for scale, b, a in factors:
+            b, a = b[first : first + step], a[first : first + step]
+            total.baddbmm_(*((a.mT, b.mT) if transposed else (b, a)), alpha=scale)
+        total_EOI = total.transpose(1, 2) if transposed else total
+        for index, (name, updates) in enumerate(zip(per_expert, parts)):
+            some = [(expert - first, update) for expert, update in updates if first <= expert < first + step]
+            _add_per_expert(total_EOI.chunk(len(parts), dim=1)[index], some, name, first)
+        out[first : first + step] = total.to(out.dtype)
     return bool(whole) + len({(name, expert) for name, updates in zip(per_expert, parts) for expert, _ in updates})
 
 
@@ -153,11 +162,11 @@ def _expert_updates(name: str, experts: int, deltas: Deltas) -> list[tuple[int, 
     return [(expert, update) for expert in range(experts) for update in deltas.get(name.replace("*", str(expert)), ())]
 
 
-def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank | ExpertLowRank]], name: str) -> None:
-    """Add updates to their experts' matrices, all of one rank in one batched product."""
+def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank | ExpertLowRank]], name: str, first: int) -> None:
+    """Add updates to their experts' matrices, all of one rank in one batched product. `first`: what the model calls expert 0."""
     by_rank: dict[int, list[tuple[int, LowRank]]] = {}
     for expert, update in updates:
-        _check_fits(update, target_EOI.shape[1:], name.replace("*", str(expert)))
+        _check_fits(update, target_EOI.shape[1:], name.replace("*", str(first + expert)))
         assert isinstance(update, LowRank)  # what fits a matrix is one
         by_rank.setdefault(update.a.shape[0], []).append((expert, update))
     for same in by_rank.values():

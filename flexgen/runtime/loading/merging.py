@@ -119,7 +119,7 @@ class Merger:
         counts = Counter[str]()
         for index, layer, weight in self._shadowed():
             below: dict[str, Sequence[Update]] = dict(deltas.get(index, {}))
-            counts[weight.role] += merges[weight.role](getattr(layer, weight.role), model.stored(layer, weight), weight, below)
+            counts[weight.role] += merges[weight.role](model.read(layer, weight.role), model.stored(layer, weight), weight, below)
         counts = +counts
         promised = {place for each in self.loaded.values() for place in each.adapter.updates}
         wanted = Counter(weight.role for place in promised for weight in self.reader.modules[place].roles)
@@ -134,7 +134,7 @@ class Merger:
             (index, layer, weight)
             for index, layer, kind in places
             for weight in self.model.table(kind)
-            if weight.present and getattr(layer, weight.role) is not self.model.stored(layer, weight)
+            if weight.present and self.model.read(layer, weight.role) is not self.model.stored(layer, weight)
             and weight.role in self.model.package.merge.MERGES
         ]  # fmt: skip
 

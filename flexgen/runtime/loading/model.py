@@ -24,6 +24,7 @@ from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tie
 from flexgen.runtime.loading.checks import check_memory, check_sizes, check_state
 from flexgen.runtime.loading.config import check_ignored, check_packed, overridden, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
+from flexgen.runtime.ops.lora import Adapted
 from flexgen.runtime.transfer import Staging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -162,22 +163,30 @@ class Model:
         if self._stored_head is not None and layer is self.weights and weight.kind == "head":
             return self._stored_head
         owner = weight.same_as or weight.role  # a tied head that an adapter unties reads a tensor of its own
-        return self.pristine.get((layer, owner), getattr(layer, owner))
+        return self.pristine.get((layer, owner), self.read(layer, owner))
+
+    def read(self, layer: Layer, role: str) -> Tensor:
+        """The tensor that a layer multiplies."""
+        weight = getattr(layer, role)
+        return weight.weight if isinstance(weight, Adapted) else weight
 
     @torch.no_grad()
-    def shadow(self, layer: Layer, weight: Weight) -> bool:
-        """Let the layer read a copy of a weight, which a merge may then change. -> whether it is new: a graph reads the old one."""
+    def shadow(self, layer: Layer, weight: Weight) -> None:
+        """Let the layer read a copy of a weight, which a merge may then change. A graph that was captured reads the old one."""
         if (layer, weight.role) in self.pristine or (weight.kind == "head" and self._stored_head is not None):
-            return False
-        stored = getattr(layer, weight.role)
-        setattr(layer, weight.role, torch.empty_like(stored).copy_(stored))
+            return
+        stored, held = self.read(layer, weight.role), getattr(layer, weight.role)
+        copied = torch.empty_like(stored).copy_(stored)
+        if isinstance(held, Adapted):
+            held.weight = copied
+        else:
+            setattr(layer, weight.role, copied)
         self.pristine[layer, weight.role] = stored
-        return True
 
     @property
     def shadow_bytes(self) -> int:
         """Bytes of the copies that layers read in place of a weight."""
-        return sum(getattr(layer, role).nbytes for layer, role in self.pristine)
+        return sum(self.read(layer, role).nbytes for layer, role in self.pristine)
 
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the weights, each storage once, and of what is derived of them."""

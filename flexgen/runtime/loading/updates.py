@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from flexgen.runtime.loading.checkpoint import FLOATS, Checkpoint
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.mxfp4 import dequantise
 from flexgen.runtime.transfer import Staging
+
+if TYPE_CHECKING:
+    from flexgen.runtime.loading.remote import Receiver
 
 ADAPTER_MARKS = (".lora_", ".original_module", ".modules_to_save.")
 """Parts of a name that only an adapter's own tensors have."""
@@ -157,6 +160,20 @@ class Updater:
             return run.all([_entry(each) for each in source], complete=False)
         return run.each(_entry(each) for each in source)
 
+    def receive(self, receiver: Receiver) -> Update:
+        """Write what another process sends. What does not fit is refused before it is sent, at both ends."""
+        run, refusal = _Run(self), None
+        try:
+            return run.all(receiver.entries, complete=False, ready=lambda: receiver.answer(None))
+        except (UpdateError, RuntimeError) as error:
+            refusal = str(error)
+            raise
+        finally:
+            if receiver.going:
+                receiver.drain()
+            else:
+                receiver.answer(refusal or "the engine was interrupted")
+
     def _on_disk(self, directory: Path) -> list[Entry]:
         walker = self.model.package.walker
         return [Entry(*each) for each in Checkpoint(directory, walker.PREFIXES, walker.SKIP).entries()]
@@ -204,13 +221,14 @@ class _Run:
         self.halves: dict[str, dict[str, Tensor]] = {}
         self.writing = False
 
-    def all(self, entries: Sequence[Entry], complete: bool) -> Update:
-        """Check every tensor, then write them."""
+    def all(self, entries: Sequence[Entry], complete: bool, ready: Callable[[], None] = lambda: None) -> Update:
+        """Check every tensor, say that they are `ready` to be written, then write them."""
         plans = [self._plan(entry) for entry in entries]
         lacking = sorted(self.updater.names - self._covered(set(self.given)))
         if complete and lacking:
             raise UpdateError(f"the checkpoint lacks {_listed(lacking)}, so it is not complete; nothing was changed")
         self._check_pairs()
+        ready()
         return self._written((entry, plan) for entry, plan in zip(entries, plans, strict=True))
 
     def each(self, entries: Iterable[Entry]) -> Update:

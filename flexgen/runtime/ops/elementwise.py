@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.runtime.ops.library import define_op
+from flexgen.runtime.ops.lora import Adapted
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -30,8 +31,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def project(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + b, (T, O). Few tokens on CUDA have kernels of their own."""
+def project(x_TD: Tensor, weight_OD: Tensor | Adapted, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b, (T, O), and what each token's adapter adds. Few tokens on CUDA have kernels of their own."""
+    if isinstance(weight_OD, Adapted):
+        return project(x_TD, weight_OD.weight, bias_O) + weight_OD.delta(x_TD)
     return torch.ops.flexgen.linear(x_TD, weight_OD, bias_O) if x_TD.is_cuda else F.linear(x_TD, weight_OD, bias_O)
 
 

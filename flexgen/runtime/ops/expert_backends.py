@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.runtime.ops.elementwise import ACTIVATIONS
+from flexgen.runtime.ops.lora import lora
 
 Layout = Literal["out_in", "in_out"]
 """gate_up (E, 2I, D) and down (E, D, I), or gate_up (E, D, 2I) and down (E, I, D)."""
@@ -60,7 +61,11 @@ def split_gate_up(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer and how they lie in memory. Biases: (E, 2I) and (E, D)."""
+    """The experts of a layer and how they lie in memory. Biases: (E, 2I) and (E, D).
+
+    gate_up_a ... down_b  tables of low-rank updates, (S, E, R, in) and (S, E, out, R), and `slots_T`, each token's slot, or 0 for
+                          none; None where requests bring no adapters
+    """
 
     gate_up: Tensor
     down: Tensor
@@ -68,11 +73,36 @@ class ExpertWeights:
     interleaved: bool = False
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    gate_up_a: Tensor | None = None
+    gate_up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+    slots_T: Tensor | None = None
 
     @property
     def inner(self) -> int:
         """I, the inner width of one expert."""
         return self.down.shape[2 if self.layout == "out_in" else 1]
+
+    @property
+    def adapted(self) -> bool:
+        return self.slots_T is not None
+
+    def entries(self, token_M: Tensor, experts_M: Tensor) -> Tensor:
+        """Where in the tables the update of each route lies, -1 for none."""
+        assert self.slots_T is not None
+        slot_M = self.slots_T[token_M]
+        return torch.where(slot_M > 0, (slot_M - 1) * self.gate_up.shape[0] + experts_M.long(), -1)
+
+    def gate_up_delta(self, x_TD: Tensor, entries_M: Tensor, choices: int = 1) -> Tensor:
+        """What updates add to gate and up of each route, (M, J)."""
+        assert self.gate_up_a is not None and self.gate_up_b is not None
+        return lora(x_TD, self.gate_up_a.flatten(0, 1), self.gate_up_b.flatten(0, 1), entries_M, (self.gate_up_b.shape[2],), choices)
+
+    def down_delta(self, h_MI: Tensor, entries_M: Tensor) -> Tensor:
+        """What updates add to the output of each route, (M, D)."""
+        assert self.down_a is not None and self.down_b is not None
+        return lora(h_MI, self.down_a.flatten(0, 1), self.down_b.flatten(0, 1), entries_M, (self.down_b.shape[2],))
 
 
 def routed(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -> Tensor:
@@ -95,8 +125,15 @@ def grouped(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate
     gate_up, down = (w.transpose(1, 2) if weights.layout == "out_in" else w for w in (weights.gate_up, weights.down))
     between = _gated_cuda if x_TD.is_cuda and _kernels_know(gate) else _gated
     last = _placed_cuda if x_TD.is_cuda else _placed
-    h_MJ = F.grouped_mm(x_TD[order_M // choices], gate_up, offs=offsets_E)
-    y_MD = F.grouped_mm(between(h_MJ, sorted_M, weights, gate), down, offs=offsets_E)
+    token_M = order_M // choices
+    x_MD = x_TD[token_M]
+    h_MJ = F.grouped_mm(x_MD, gate_up, offs=offsets_E)
+    if not weights.adapted:
+        y_MD = F.grouped_mm(between(h_MJ, sorted_M, weights, gate), down, offs=offsets_E)
+    else:
+        entries_M = weights.entries(token_M, sorted_M)
+        h_MI = between(h_MJ + weights.gate_up_delta(x_MD, entries_M), sorted_M, weights, gate)
+        y_MD = F.grouped_mm(h_MI, down, offs=offsets_E) + weights.down_delta(h_MI, entries_M)
     return last(y_MD, sorted_M, order_M, weights.down_bias).unflatten(0, (-1, choices))
 
 
@@ -131,7 +168,7 @@ def each(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -
     out_TKD = x_TD.new_empty((*experts_TK.shape, x_TD.shape[1]))
     for expert in experts_TK.unique().tolist():
         token, choice = torch.where(experts_TK == expert)
-        out_TKD[token, choice] = _mlp(x_TD[token], expert, weights, gate)
+        out_TKD[token, choice] = _mlp(x_TD, token, expert, weights, gate)
     return out_TKD
 
 
@@ -172,15 +209,20 @@ def loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: ExpertWe
     experts_KT = experts_TK.T
     for expert in experts_TK.unique().tolist():
         choice, token = torch.where(experts_KT == expert)
-        h = _mlp(x_TD[token], expert, weights, gate) * weights_TK[token, choice, None]
+        h = _mlp(x_TD, token, expert, weights, gate) * weights_TK[token, choice, None]
         y_TD.index_add_(0, token, h.to(y_TD.dtype))
     return y_TD
 
 
-def _mlp(x: Tensor, expert: int, weights: ExpertWeights, gate: Gate) -> Tensor:
+def _mlp(x_TD: Tensor, token: Tensor, expert: int, weights: ExpertWeights, gate: Gate) -> Tensor:
+    """One expert's output for some of the tokens."""
+    x = x_TD[token]
     h = _linear(x, weights.gate_up, weights.gate_up_bias, expert, weights.layout)
-    h = gate.between(h, weights.interleaved)
-    return _linear(h, weights.down, weights.down_bias, expert, weights.layout)
+    if not weights.adapted:
+        return _linear(gate.between(h, weights.interleaved), weights.down, weights.down_bias, expert, weights.layout)
+    entries = weights.entries(token, torch.full_like(token, expert))
+    h = gate.between(h + weights.gate_up_delta(x, entries), weights.interleaved)
+    return _linear(h, weights.down, weights.down_bias, expert, weights.layout) + weights.down_delta(h, entries)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, layout: str) -> Tensor:

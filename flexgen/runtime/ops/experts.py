@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexgen.runtime.ops.expert_backends import ExpertWeights, Gate, Layout, choose, loop
 from flexgen.runtime.ops.library import define_op, flat
+from flexgen.runtime.ops.lora import Adapted
 
 
 def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -88,8 +89,8 @@ def experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Adapted,
+    down: Tensor | Adapted,
     *,
     act: str = "silu",
     layout: Layout,
@@ -108,7 +109,15 @@ def experts(
     `weights_on` "input": what an expert reads is weighted, not what it gives. `gated` False: gate_up holds up alone, J = I.
     On a host it is the reference, which rounds where transformers does.
     """
-    weights = ExpertWeights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
+    tables: tuple[Tensor, ...] = ()
+    if isinstance(gate_up, Adapted) and isinstance(down, Adapted):
+        slots_T = gate_up.slots_T[: x_TD.shape[0]]
+        if weights_on == "input":
+            slots_T = slots_T[:, None].expand_as(experts_TK).flatten()
+        tables = gate_up.a, gate_up.b, down.a, down.b, slots_T
+        gate_up, down = gate_up.weight, down.weight
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # adapters have room in both or in none
+    weights = ExpertWeights(gate_up, down, layout, interleaved, gate_up_bias, down_bias, *tables)
     gate = Gate(act, alpha, limit, up_offset, gated)
     if weights_on == "output":
         return _weighted(x_TD, weights_TK, experts_TK, weights, gate)

@@ -76,12 +76,31 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter to run a request with: a name, a number of its own, and the PEFT directory or its tensors."""
+    """An adapter to run a request with: a name, a number of its own from 1, and a PEFT directory, its tensors with their
+    LoraConfig, or a live PeftModel's active adapters.
+
+    An engine reads it with the first request that has its number. `load_inplace` reads it again, for this and later requests.
+    """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | None = None
     lora_tensors: Mapping[str, Tensor] | None = None
+    lora_config: Any = None
+    lora_model: Any = None
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id is {shown(self.lora_int_id)}, and must be an int of at least 1")
+        given = [source for source in (self.lora_path, self.lora_tensors, self.lora_model) if source is not None]
+        if len(given) != 1:
+            raise ValueError(f"LoRARequest {self.lora_name!r} has {len(given)} of lora_path, lora_tensors and lora_model; give one")
+
+    @property
+    def source(self) -> Any:
+        """Where its tensors come from."""
+        return next(each for each in (self.lora_path, self.lora_tensors, self.lora_model) if each is not None)
 
 
 _LARGEST, _MOST = 3.4e38, 2**31 - 1

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
 from flexgen.contract.json_files import shown
-from flexgen.runtime.requests.params import SamplingParams
+from flexgen.runtime.requests.params import LoRARequest, SamplingParams
 from flexgen.runtime.requests.tokens import Tokens
 
 
@@ -26,6 +26,9 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or one each."""
 
 Params = SamplingParams | Sequence[SamplingParams]
 """One for all prompts, or one each."""
@@ -70,6 +73,17 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise _no_prompt(given)
     listed: list[Any] = list(given)
     return [listed] if listed and all(isinstance(token, Integral) for token in listed) else listed
+
+
+def lora_list(loras: Loras, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of `count` prompts."""
+    if loras is None or isinstance(loras, LoRARequest):
+        return [loras] * count
+    if not isinstance(loras, Sequence) or not all(isinstance(each, LoRARequest | None) for each in loras):
+        raise TypeError(f"lora_request is one LoRARequest, or a list with one or None for each prompt; got {shown(loras)}")
+    if len(loras) != count:
+        raise ValueError(f"{len(loras)} lora_requests were given for {count} prompts; give one, or one each")
+    return list(loras)
 
 
 def params_list(

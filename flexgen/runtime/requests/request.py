@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexgen.runtime.requests.outputs import CompletionOutput, RequestOutput, RequestStateStats, TokenLogprobs
-from flexgen.runtime.requests.params import RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.stops import Detokenizer, StopRules
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Request:
     trimmed     per page group, blocks before this index are freed
     routes      the experts of each position, where asked for, and `routes_known`, of how many positions they are known;
                 `shared_routes` are rows of other requests that belong in it, from a position on: cached blocks
+    adapter     the number of the adapter it brings, 0: none; `adapter_key` names it as it was read, `adapter_slot` is where it lies
     priority    lower ones run first; among equals, those that came first
     scheduled_at, first_token_at, last_token_at  seconds of time.monotonic; 0: not yet
     hashes      chain hash of each full block of `tokens`, and `registered`, how many of them the prefix cache knows
@@ -49,6 +50,9 @@ class Request:
     detokenizer: Detokenizer | None = None
     deadline: float | None = None
     priority: int = 0
+    adapter: int = 0
+    adapter_key: bytes = b""
+    adapter_slot: int = 0
 
     tokens: list[int] = field(default_factory=list)
     length: int = field(init=False)
@@ -203,6 +207,7 @@ class RequestGroup:
     prompt_ids: list[int]
     params: SamplingParams
     requests: list[Request]
+    lora_request: LoRARequest | None = None
     version: int = 0
     arrival_time: float = field(default_factory=time.time)
     queued_at: float = field(default_factory=time.monotonic)
@@ -226,6 +231,7 @@ class RequestGroup:
             prompt_token_ids=self.prompt_ids,
             outputs=[self._completion(index, request, delta) for index, request in enumerate(self.requests)],
             finished=self.finished,
+            lora_request=self.lora_request,
             prompt_logprobs=first.prompt_logprobs,
             num_cached_tokens=first.cached_tokens,
             metrics=self._metrics(),

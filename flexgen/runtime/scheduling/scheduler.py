@@ -8,12 +8,14 @@ back to the waiting ones; it keeps its tokens and is computed again later. The f
 
 from __future__ import annotations
 
+import hashlib
 import time
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from flexgen.runtime.requests.request import Request
+from flexgen.runtime.scheduling.adapters import AdapterSlots
 from flexgen.runtime.scheduling.metrics import Metrics
 from flexgen.runtime.scheduling.pages import BlockTables, TableChange
 
@@ -31,11 +33,15 @@ class Row:
 
 @dataclass
 class StepPlan:
-    """One step: its rows, the requests that got a slot in it, and what changed in the block tables."""
+    """One step: its rows, the requests that got a slot in it, and what changed in the block tables.
+
+    adapters  slots to be written first, each with its adapter
+    """
 
     rows: list[Row] = field(default_factory=list)
     entered: list[Request] = field(default_factory=list)
     changes: list[TableChange] = field(default_factory=list)
+    adapters: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def decode_only(self) -> bool:
@@ -51,8 +57,9 @@ class StepPlan:
 class Scheduler:
     """Waiting and running requests. Both lists are kept in their order: by priority, then by arrival."""
 
-    def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, metrics: Metrics) -> None:
+    def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, metrics: Metrics, max_loras: int = 0) -> None:
         self.tables, self.metrics = tables, metrics
+        self.adapters = AdapterSlots(max_loras)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -81,7 +88,7 @@ class Scheduler:
     def schedule(self, cache_root: bytes) -> StepPlan:
         """The next step, maybe empty. `cache_root` names the weights that prefixes computed now belong to."""
         for request in self.running:
-            if request.cache_root == cache_root:
+            if request.cache_root == _root(request, cache_root):
                 self.tables.register(request)
         plan = StepPlan()
         budget, preempted = self._continue_running(plan)
@@ -118,7 +125,9 @@ class Scheduler:
         for request in list(self.waiting):
             if not self.free_slots or budget <= 0:
                 return
-            self.tables.begin(request, cache_root)
+            if not self.adapters.can_take(request.adapter):
+                continue  # every slot is in use: it waits, and others go first
+            self.tables.begin(request, _root(request, cache_root))
             cached = 0
             if not request.reads_no_cache:
                 cached = self.tables.cached_blocks(request)
@@ -135,6 +144,9 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=attrgetter("order"))
         request.slot = self.free_slots.pop()
+        request.adapter_slot, fresh = self.adapters.take(request.adapter)
+        if fresh:
+            plan.adapters.append((request.adapter_slot, request.adapter))
         request.scheduled_at = request.scheduled_at or time.monotonic()
         if cached:
             self.tables.adopt(request, cached)
@@ -169,4 +181,10 @@ class Scheduler:
     def _evict(self, request: Request) -> None:
         self.tables.release(request)
         self.free_slots.append(request.slot)
+        self.adapters.give_back(request.adapter)
         request.slot = 0
+
+
+def _root(request: Request, cache_root: bytes) -> bytes:
+    """What prefixes of a request belong to: the weights, and its adapter."""
+    return hashlib.blake2b(cache_root + request.adapter_key, digest_size=16).digest() if request.adapter else cache_root

@@ -61,13 +61,13 @@ def _sort_kernel(  # noqa: ANN202
 
 @triton.jit
 def _gate_up_kernel(  # noqa: ANN202
-    x, weight, bias, hidden, experts, order, block_expert, block_start, block_rows,  # noqa: ANN001
+    x, weight, bias, delta, hidden, experts, order, block_expert, block_start, block_rows,  # noqa: ANN001
     x_t, weight_e, weight_in, weight_out, bias_e,  # noqa: ANN001
     WIDTH: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr, SORTED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, DELTA: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """hidden[block rows, BLOCK_N columns] = gated(x @ gate, x @ up), rows in sorted order."""
+    """hidden[block rows, BLOCK_N columns] = gated(x @ gate, x @ up), rows in sorted order; `delta` (M, J), by route, is added."""
     block = tl.program_id(1)
     await_previous()
     start, rows = block, 1
@@ -81,9 +81,10 @@ def _gate_up_kernel(  # noqa: ANN202
         expert = tl.load(experts + block).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     if SORTED:
-        token = tl.load(order + start + m, mask=m < rows, other=0) // CHOICES
+        route = tl.load(order + start + m, mask=m < rows, other=0)
     else:
-        token = (start + m * 0) // CHOICES
+        route = start + m * 0
+    token = route // CHOICES
     k = tl.arange(0, BLOCK_K)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
@@ -112,10 +113,15 @@ def _gate_up_kernel(  # noqa: ANN202
             up = tl.dot(x_mk, tl.load(from_up, mask=mask, other=0.0), up, input_precision="ieee")
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    first = 2 * n if INTERLEAVED else n
+    second = 2 * n + 1 if INTERLEAVED else n + INNER
+    if DELTA:
+        delta += route[:, None].to(tl.int64) * 2 * INNER
+        live = (m < rows)[:, None] & (n < INNER)[None, :]
+        gate += tl.load(delta + first[None, :], mask=live, other=0.0).to(tl.float32)
+        up += tl.load(delta + second[None, :], mask=live, other=0.0).to(tl.float32)
     if BIAS:
         bias += expert * bias_e
-        first = 2 * n if INTERLEAVED else n
-        second = 2 * n + 1 if INTERLEAVED else n + INNER
         gate += tl.load(bias + first, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + second, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
     h_mn = gated(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
@@ -212,7 +218,7 @@ def route_outputs(
 ) -> Tensor:
     """The output of each token's experts: (T, K, D) in x's dtype. `launch`: other block sizes than those of `Launch.of`."""
     (tokens, choices), width, inner = experts_TK.shape, x_TD.shape[1], weights.inner
-    if tokens == 1 and weights.layout == "out_in" and launch is None:
+    if tokens == 1 and weights.layout == "out_in" and launch is None and not weights.adapted:
         return one_token(x_TD.contiguous(), experts_TK.contiguous(), weights, gate)
     count = weights.gate_up.shape[0]
     launch = launch or Launch.of(tokens, choices, count, width, inner, x_TD.device, weights.layout)
@@ -221,22 +227,34 @@ def route_outputs(
     routes = (experts_TK, *(_sort(experts_TK, count, launch) if tokens > 1 else (experts_TK,) * 4))
     hidden = x_TD.new_empty((tokens * choices, inner))
     out = x_TD.new_empty((tokens, choices, width))
-    _gate_up(x_TD, hidden, routes, weights, gate, launch)
+    if not weights.adapted:
+        _gate_up(x_TD, hidden, routes, weights, gate, launch)
+        _down(hidden, out, routes, weights, launch)
+        return out
+    token_M = torch.arange(tokens, device=x_TD.device).repeat_interleave(choices, output_size=tokens * choices)
+    entries_M = weights.entries(token_M, experts_TK.flatten())
+    _gate_up(x_TD, hidden, routes, weights, gate, launch, weights.gate_up_delta(x_TD, entries_M, choices))
     _down(hidden, out, routes, weights, launch)
+    if tokens == 1:
+        return out + weights.down_delta(hidden, entries_M).view_as(out)
+    order_M = routes[1].long()  # hidden lies in sorted order
+    out.flatten(0, 1).index_add_(0, order_M, weights.down_delta(hidden, entries_M[order_M]))
     return out
 
 
 def _gate_up(
-    x_TD: Tensor, hidden: Tensor, routes: Sequence[Tensor], weights: ExpertWeights, gate: Gate, launch: Launch
-) -> None:
-    """hidden (M, I): each route's gated product with gate and up. `routes`: the experts, and what `_sort` says of them."""
+    x_TD: Tensor, hidden: Tensor, routes: Sequence[Tensor], weights: ExpertWeights, gate: Gate, launch: Launch,
+    delta: Tensor | None = None,
+) -> None:  # fmt: skip
+    """hidden (M, I): each route's gated product with gate and up, `delta` added to it. `routes`: the experts, and what `_sort`
+    says of them."""
     weight, bias, inner = weights.gate_up, weights.gate_up_bias, weights.inner
     tokens, choices = routes[0].shape
     _gate_up_kernel[(triton.cdiv(inner, launch.gate_up_n), launch.blocks)](
-        x_TD, weight, x_TD if bias is None else bias, hidden, *routes,
+        x_TD, weight, x_TD if bias is None else bias, x_TD if delta is None else delta, hidden, *routes,
         x_TD.stride(0), *_strides(weight, weights.layout), 0 if bias is None else bias.stride(0),
         WIDTH=x_TD.shape[1], INNER=inner, CHOICES=choices, SORTED=tokens > 1, INTERLEAVED=weights.interleaved,
-        BIAS=bias is not None, **gate_constants(gate),
+        BIAS=bias is not None, DELTA=delta is not None, **gate_constants(gate),
         BLOCK_M=launch.block_m, BLOCK_N=launch.gate_up_n, BLOCK_K=_BLOCK_K,
         num_warps=4, num_stages=4 if launch.gate_up_n <= 32 else 3, **CHAIN,
     )  # fmt: skip

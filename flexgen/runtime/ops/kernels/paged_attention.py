@@ -133,7 +133,7 @@ def _attend_kernel(  # noqa: ANN202
         arrived = counts + block * tl.num_programs(1) + kv_head
         if tl.atomic_add(arrived, 1, sem="acq_rel") == working - 1:
             tl.store(arrived, 0)
-            best, total, sums = merge_parts(part_out, part_max, part_sum, part, size, working, live_m, WIDTH, BLOCK_M, BLOCK_H)
+            best, total, sums = merge_parts(part_out, part_max, part_sum, part, size, working, live_m, WIDTH, BLOCK_M, BLOCK_H, STAGES=1)
             write(out, sinks, head, part, best, total, sums, live_m, WIDTH, SINKS)
 
 

@@ -229,7 +229,7 @@ def _queue_kernel(  # noqa: ANN202
             if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
                 tl.store(arrived, 0)
                 at_m = (opening + place).to(tl.int64) * HEADS + head
-                best, total, sums = merge_parts(part_out, part_max, part_sum, at_m, HEADS, parts, live_m, WIDTH, BLOCK_M, BLOCK_H)
+                best, total, sums = merge_parts(part_out, part_max, part_sum, at_m, HEADS, parts, live_m, WIDTH, BLOCK_M, BLOCK_H, STAGES=3)
                 write(out, sinks, head, row.to(tl.int64) * HEADS + head, best, total, sums, live_m, WIDTH, SINKS)
         else:
             write(out, sinks, head, row.to(tl.int64) * HEADS + head, best, total, sums, live_m, WIDTH, SINKS)

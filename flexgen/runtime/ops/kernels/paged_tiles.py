@@ -88,13 +88,16 @@ def store_part(part_out, part_max, part_sum, at_m, live_m, best, total, sums, WI
 @triton.jit
 def merge_parts(
     part_out, part_max, part_sum, at_m, stride, parts, live_m,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sums over all of a row's keys, from those over its parts, in their order (Flash-Decoding, Dao et al. 2023)."""
+    """The sums over all of a row's keys, from those over its parts, in their order (Flash-Decoding, Dao et al. 2023).
+
+    STAGES parts are on their way at once, each as large as `sums`.
+    """
     h = tl.arange(0, BLOCK_H)
     mask = live_m[:, None] & (h < WIDTH)[None, :]
     best, total, sums = no_keys(BLOCK_M, BLOCK_H)
-    for part in tl.range(parts, num_stages=3):
+    for part in tl.range(parts, num_stages=STAGES):
         at = at_m + part * stride
         most = tl.load(part_max + at, mask=live_m, other=float("-inf"), cache_modifier=".cg")
         total_m = tl.load(part_sum + at, mask=live_m, other=0.0, cache_modifier=".cg")

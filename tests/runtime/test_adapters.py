@@ -1,0 +1,237 @@
+"""Adapters that requests bring: each request its own, in one batch, as if it ran alone on merged weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from runtime.loading.adapters import wrapped
+from runtime.loading.test_adapters import TOLERANCE
+from tiny import expected, prompt, saved
+
+from flexgen import LLM, AsyncEngine, LoRARequest, SamplingParams
+from flexgen.runtime.execution.regional import compile_layers
+from flexgen.runtime.loading.attached import Attached
+from flexgen.runtime.loading.lora import AdapterError
+from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.sharing import share
+from flexgen.verify.harness import Harness
+
+FAMILIES = ("llama", "qwen3_moe", "gpt_oss", "gemma4_moe", "gemma4_e", "qwen3_5", "qwen3_5_moe")
+SIZES = {"max_model_len": 96, "num_gpu_blocks_override": 96, "max_num_seqs": 8, "dtype": "float32", "device": "cpu"}
+ROOM = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 12}
+TOKENS = prompt(24)
+
+
+def logits(model):
+    return Harness(model, page_size=16).feed({0: TOKENS})[0]
+
+
+@pytest.mark.parametrize("spec", FAMILIES)
+def test_attached_adapters_compute_what_peft_computes(spec):
+    peft = wrapped(spec)
+    model = share(peft).model
+    plain = logits(model)
+    room = Attached(model, 2, 6, 64)
+    room.place(2, room.read(wrapped(spec, seed=3)))
+    room.place(1, room.read(peft))
+    assert torch.equal(logits(model), plain)
+    room.slots_T.fill_(1)
+    wanted = expected(peft, TOKENS)
+    assert (logits(model) - wanted).abs().max() / wanted.abs().max() < TOLERANCE.get(spec, 1e-5)
+    assert (wanted - plain).abs().max() > 1e-2
+    only = wrapped(spec, seed=7, target_modules=["o_proj"], target_parameters=None)
+    room.place(1, room.read(only))
+    for key, (_, adapted) in room.weights.items():
+        assert bool(adapted.b[0].any()) == (key[1] == "o")
+
+
+@pytest.mark.parametrize("spec", ["llama", "qwen3_moe"])
+def test_layers_compile_once_for_all_depths_with_room_for_adapters(spec):
+    from torch._dynamo.utils import counters
+
+    peft = wrapped(spec)
+    model = share(peft).model
+    room = Attached(model, 2, 6, 64)
+    room.place(1, room.read(peft))
+    room.slots_T[:12] = 1
+    wanted = logits(model)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(model, backend="eager")
+    assert torch.equal(logits(model), wanted)
+    room.place(2, room.read(wrapped(spec, seed=3)))
+    room.slots_T.fill_(2)
+    assert not torch.equal(logits(model), wanted)
+    assert counters["stats"]["unique_graphs"] == len(set(model.dims.kinds))
+
+
+def requests(spec, folder, count=5):
+    """Adapters of the saved model, the directory of each, and one in memory."""
+    made = []
+    for number in range(1, count + 1):
+        peft = wrapped(spec, seed=0, r=1 + number, lora_alpha=4 * number)
+        with torch.no_grad():
+            for name, parameter in peft.named_parameters():
+                if "lora_B" in name:
+                    parameter.mul_(number - 3.5)
+        if number == 1:
+            made.append(LoRARequest("live", number, lora_model=peft))
+            continue
+        peft.save_pretrained(folder / str(number))
+        made.append(LoRARequest(f"adapter {number}", number, str(folder / str(number))))
+    return made
+
+
+def answers(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("spec", ["llama", "qwen3_moe", "gpt_oss", "qwen3_5"])
+def test_five_adapters_and_none_in_a_batch_answer_as_each_alone(spec, tmp_path):
+    _, folder = saved(spec)
+    loras = [None, *requests(spec, tmp_path)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, presence_penalty=0.5, repetition_penalty=1.1, logprobs=1)
+    alone = []
+    for lora in loras:
+        llm = LLM(folder, skip_tokenizer_init=True, **SIZES)
+        if lora is not None:
+            llm.load_adapter(lora.source)
+        alone.append(llm.generate([TOKENS], params, use_tqdm=False)[0])
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    batch = loras * 2 + [loras[3], None]
+    for _ in range(2):  # the second time prefixes are cached
+        outputs = llm.generate([TOKENS] * len(batch), params, use_tqdm=False, lora_request=batch)
+        for lora, output in zip(batch, outputs):
+            wanted = alone[loras.index(lora)].outputs[0]
+            got = output.outputs[0]
+            assert got.token_ids == wanted.token_ids and output.lora_request is lora
+            assert abs(got.cumulative_logprob - wanted.cumulative_logprob) < 1e-3
+    assert len({tuple(output.outputs[0].token_ids) for output in alone}) > 3
+    assert llm.llm_engine.list_loras() == {1, 2, 3, 4, 5}
+    assert "adapters of requests:" in llm.report()
+
+
+def test_preempted_requests_keep_their_adapters(tmp_path):
+    _, folder = saved("llama")
+    loras = [None, *requests("llama", tmp_path, 3)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    roomy = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    wanted = [answers(roomy.generate([TOKENS], params, use_tqdm=False, lora_request=lora))[0] for lora in loras]
+    tight = LLM(folder, skip_tokenizer_init=True, **(SIZES | {"num_gpu_blocks_override": 9}), **ROOM)
+    assert answers(tight.generate([TOKENS] * 8, params, use_tqdm=False, lora_request=loras * 2)) == wanted * 2
+    assert tight.metrics()["preemptions"] > 0
+
+
+def test_a_cached_prefix_is_of_its_adapter(tmp_path):
+    _, folder = saved("llama")
+    lora, other, _ = requests("llama", tmp_path, 3)
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+    def hits(lora):
+        before = llm.metrics()["prefix_cache_hit_tokens"]
+        llm.generate([TOKENS], params, use_tqdm=False, lora_request=lora)
+        return llm.metrics()["prefix_cache_hit_tokens"] - before
+
+    assert [hits(each) for each in (None, lora, other, None, lora, other)] == [0, 0, 0, 16, 16, 16]
+    again = LoRARequest("live", 1, lora_model=lora.lora_model, load_inplace=True)
+    assert [hits(again), hits(lora)] == [0, 16]
+
+
+def test_a_changed_adapter_is_read_again_where_the_request_says_so(tmp_path):
+    _, folder = saved("llama")
+    (lora,) = requests("llama", tmp_path, 1)
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    ask = lambda request: answers(llm.generate([TOKENS], params, use_tqdm=False, lora_request=request))[0]
+    plain, first = ask(None), ask(lora)
+    with torch.no_grad():
+        for name, parameter in lora.lora_model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    assert first != plain and ask(lora) == first
+    assert ask(LoRARequest("live", 1, lora_model=lora.lora_model, load_inplace=True)) == plain
+    assert llm.llm_engine.remove_lora(1) and not llm.llm_engine.remove_lora(1)
+
+
+def test_an_async_engine_takes_adapters(tmp_path):
+    _, folder = saved("llama")
+    loras = [None, *requests("llama", tmp_path, 3)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    wanted = [answers(llm.generate([TOKENS], params, use_tqdm=False, lora_request=lora))[0] for lora in loras]
+
+    async def one(engine, number, lora):
+        async for output in engine.generate({"prompt_token_ids": TOKENS}, params, str(number), lora_request=lora):
+            final = output
+        return final.outputs[0].token_ids
+
+    async def all_of_them():
+        engine = AsyncEngine(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+        assert await engine.add_lora(loras[1]) and not await engine.add_lora(loras[1])
+        found = await asyncio.gather(*(one(engine, number, lora) for number, lora in enumerate(loras)))
+        assert await engine.list_loras() == {1, 2, 3}
+        engine.close()
+        return found
+
+    assert asyncio.run(all_of_them()) == wanted
+
+
+def test_what_cannot_be_attached_is_refused_by_name(tmp_path):
+    _, folder = saved("llama")
+    plain = LLM(folder, skip_tokenizer_init=True, **SIZES)
+    (lora,) = requests("llama", tmp_path, 1)
+    with pytest.raises(ValueError, match="needs LLM\\(enable_lora=True\\)"):
+        plain.generate([TOKENS], use_tqdm=False, lora_request=lora)
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, enable_lora=True, max_lora_rank=2, lora_target_modules=["q_proj", "down_proj"])
+    ask = lambda **changes: llm.generate([TOKENS], use_tqdm=False, lora_request=LoRARequest("a", 1, lora_model=wrapped("llama", **changes)))
+    with pytest.raises(AdapterError, match=r"has rank 3 at .*, and max_lora_rank is 2"):
+        ask(target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match=r"changes self_attn.o_proj, which has no room"):
+        ask(r=2, target_modules=["o_proj"])
+    with pytest.raises(AdapterError, match=r"changes lm_head, which has no room"):
+        ask(r=2, target_modules=["lm_head"])
+    assert llm.llm_engine.list_loras() == set() and not llm.llm_engine.unfinished
+    ask(r=2, target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match=r"lora_int_id=1 is adapter 'a' already"):
+        llm.generate([TOKENS], use_tqdm=False, lora_request=lora)
+    for wrong in ({"lora_int_id": 0, "lora_path": "x"}, {"lora_int_id": 1}, {"lora_int_id": 1, "lora_path": "x", "lora_model": 1}):
+        with pytest.raises(ValueError, match=r"lora_int_id is 0|has . of lora_path"):
+            LoRARequest("wrong", **wrong)
+    with pytest.raises(ValueError, match="lora_requests were given for 2 prompts"):
+        llm.generate([TOKENS, TOKENS], use_tqdm=False, lora_request=[None])
+    second = LoRARequest("b", 2, lora_model=wrapped("llama", r=2, target_modules=["q_proj"]))
+    stream = llm.stream([TOKENS], SamplingParams(max_tokens=8), second)
+    next(stream)
+    with pytest.raises(AdapterError, match="adapter 2 is that of 1 answers that have not ended"):
+        llm.llm_engine.remove_lora(2)
+    stream.close()
+    assert llm.llm_engine.remove_lora(2)
+
+
+def test_merged_and_attached_together_and_weights_that_change_below(tmp_path):
+    merged, attached = wrapped("llama", target_modules=["q_proj"]), wrapped("llama", r=5, seed=0, target_modules=["q_proj", "o_proj"])
+    _, folder = saved("llama")
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    model = llm.llm_engine.model
+    assert isinstance(model, Model)
+    pristine = model.read(model.layers[0], "qkv").clone()
+    llm.load_adapter(merged)
+    room = llm.llm_engine.adapters.attached
+    room.place(1, room.read(attached))
+    room.slots_T.fill_(1)
+    got = logits(model)
+    attached.add_adapter("other", merged.peft_config["default"])
+    for (name, a), (_, b) in zip(
+        [(n, p) for n, p in attached.named_parameters() if ".other." in n], [(n, p) for n, p in merged.named_parameters() if "lora_" in n]
+    ):
+        assert a.shape == b.shape, name
+        a.data.copy_(b)
+    attached.base_model.set_adapter(["default", "other"])
+    wanted = expected(attached, TOKENS)
+    assert (got - wanted).abs().max() / wanted.abs().max() < 1e-5
+    llm.unload_adapter()
+    assert torch.equal(model.read(model.layers[0], "qkv"), pristine)
+    assert llm.load_weights(folder).counts["qkv"] == 3 * len(model.layers)
