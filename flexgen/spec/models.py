@@ -91,7 +91,6 @@ class Attention(Entry):
     heads: Text = Field(description="Query heads.")
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
-    value_dim: Text | None = Field(None, description="Width of one value head; absent: `head_dim`.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
     window: Text = Field("none", description="Keys visible to a query, itself included. `none`: all before it.")
     chunk: Text = Field("none", description="Positions are cut into chunks this long, and a query sees its own chunk alone.")
