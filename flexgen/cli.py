@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -245,6 +246,7 @@ def schema(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where a file differs.")] = False,
 ) -> None:
     """Write the JSON Schema that editors use, and the reference pages made from the same models."""
+    from flexgen.runtime.surface import page
     from flexgen.spec.reference import diagnostics_catalogue, spec_reference
     from flexgen.spec.schema import json_schema
 
@@ -254,7 +256,7 @@ def schema(
     made = {project.schema: json_schema()}
     if project.is_own:
         docs = project.folder / "docs"
-        made |= {docs / "spec.md": spec_reference(), docs / "diagnostics.md": diagnostics_catalogue()}
+        made |= {docs / "spec.md": spec_reference(), docs / "diagnostics.md": diagnostics_catalogue(), docs / "vllm.md": page()}
     differs = [path for path, text in made.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in differs:
         if not check:
@@ -356,15 +358,22 @@ def bench(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint's directory, or a name on the Hub such as Qwen/Qwen3-0.6B.")],
     prompt: Annotated[list[str] | None, typer.Option("-p", "--prompt", help="A prompt; repeat for more.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")
-    ] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="A file of prompts, one a line; - is stdin.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    max_tokens: int = 128,
-    temperature: float = 0.0,
-    spec: Annotated[str | None, typer.Option("--spec", help="The spec to serve it by, where several do.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability.")] = 1.0,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Draw the same tokens again.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with token ids, when it is answered.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; none: a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit of a model on the Hub.")] = None,
+    spec: Annotated[str | None, typer.Option("--spec", help="The spec to serve it by, where several do; a name or file.")] = None,
+    generated: Generated = None,
 ) -> None:
     """Continue prompts from arguments, a file or stdin, streaming."""
     from flexgen import LLM, SamplingParams
@@ -377,19 +386,41 @@ def generate(
         prompts = _lines(sys.stdin.read().removeprefix("\ufeff"))
     if not prompts:
         raise UsageError("no prompt: give -p TEXT, -f FILE, or text on stdin")
-    llm = LLM(model=str(model), spec=spec)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    params = _or_usage(lambda: SamplingParams(temperature=temperature, top_p=top_p, n=n, seed=seed, max_tokens=max_tokens))
+    llm = LLM(
+        model, spec=spec, generated=generated, device=device, dtype=dtype, max_model_len=max_model_len, revision=revision
+    )
     for text in prompts:
         given: str | dict[str, list[int]] = text
         if chat:
             message = [{"role": "user", "content": text}]
             given = {"prompt_token_ids": llm.llm_engine.tokens.chat(message, **options({}, None))}
-        shown = 0
-        for output in llm.stream([given], params):
-            grown = output.outputs[0].text
-            print(grown[shown:], end="", flush=True)
-            shown = len(grown)
-        print()
+        if as_json:
+            (output,) = llm.generate([given], params, use_tqdm=False)
+            answers = [{"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason} for each in output.outputs]
+            print(json.dumps({"prompt": text, "prompt_token_ids": output.prompt_token_ids, "outputs": answers}), flush=True)
+        elif n > 1:
+            (output,) = llm.generate([given], params, use_tqdm=False)
+            print("\n\n".join(each.text for each in output.outputs), flush=True)
+        else:
+            _stream(llm, given, params)
+
+
+def _stream(llm: Any, prompt: Any, params: Any) -> None:
+    shown = 0
+    for output in llm.stream([prompt], params):
+        grown = output.outputs[0].text
+        print(grown[shown:], end="", flush=True)
+        shown = len(grown)
+    print()
+
+
+def _or_usage(make: Callable[[], Any]) -> Any:
+    """What `make` makes; a value out of range is a mistake of the command line."""
+    try:
+        return make()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _read(file: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flexgen.compiler import UsageError, find_specs, shown
 from flexgen.ir.architecture import Architecture
+from flexgen.ir.kinds import entries
 from flexgen.ir.resolve import resolve
 from flexgen.render.linemap import Origin, line_map, parse_path, place, show_path, to_json
 from flexgen.spec.annotations import field_names, model_at
@@ -100,8 +101,8 @@ def explain_spec(name: str) -> str:
     rows = [("model types", ", ".join(architecture.checkpoint.model_types))]
     rows += [(f"dims.{dim.name}", f"{dim.type} = {dim.source}") for dim in architecture.dims]
     for kind, slots in spec.model.kinds.items():
-        rows.append((f"kinds.{kind}", ", ".join(f"{slot}: {entry}" for slot, entry in slots.items())))
-    for rule in architecture.schedule:
+        rows.append((f"kinds.{kind}", ", ".join(f"{slot}: {' + '.join(entries(filling)) or 'none'}" for slot, filling in slots.items())))
+    for rule in architecture.rules:
         arguments = ", ".join(filter(None, (rule.arguments, rule.target)))
         rows.append((rule.path, f"{rule.selector.removeprefix('schedule.')}({arguments})"))
     width = max(len(key) for key, _ in rows)

@@ -97,21 +97,33 @@ def _move_rope(config: dict[str, Any]) -> None:
 
 
 def merged(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` over `defaults`; a null counts as absent, and objects are merged field by field."""
+    """`config` over `defaults`; a null counts as absent, and objects are merged field by field.
+
+    A rope's parameters are those of its type alone: defaults that name another `rope_type` leave it as it is.
+    """
     out = copy.deepcopy(dict(config))
     for key, value in defaults.items():
         if out.get(key) is None:
             out[key] = copy.deepcopy(value)
-        elif isinstance(value, Mapping) and isinstance(out[key], dict):
+        elif isinstance(value, Mapping) and isinstance(out[key], dict) and not _of_another_type(out[key], value):
             out[key] = merged(out[key], value)
     return out
 
 
+def _of_another_type(table: Mapping[str, Any], default: Mapping[str, Any]) -> bool:
+    return "rope_type" in default and table.get("rope_type", "default") != default["rope_type"]
+
+
 def holds(value: Any, wanted: Any) -> bool:
-    """Whether a value is what a fence wants: a value, one of a list, or `{min: n}`. True and 1 are two values."""
+    """Whether a value is what a fence wants: a value, one of a list, an empty list, or `{min: n}`."""
     if isinstance(wanted, Mapping):
         return not isinstance(value, bool) and isinstance(value, int | float) and value >= wanted["min"]
-    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in _allowed(wanted))
+    return any(same(value, item) for item in _allowed(wanted))
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values of a config are equal. True and 1 are two values."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str | None:
@@ -126,7 +138,8 @@ def broken_fence(config: Mapping[str, Any], require: Mapping[str, Any]) -> str |
 
 
 def _allowed(wanted: Any) -> list[Any] | tuple[Any, ...]:
-    return wanted if isinstance(wanted, list | tuple) else [wanted]
+    """The values of a list, which is a value itself only where it is empty."""
+    return wanted if isinstance(wanted, list | tuple) and wanted else [wanted]
 
 
 def look(config: Any, path: str, absent: Any = None) -> Any:

@@ -73,8 +73,8 @@ def at(indices: Sequence[int] | None, target: Target, when: object = True) -> Ru
     return _where(lambda index, layers: index in listed, target, when)
 
 
-def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = True) -> Rule:
-    """One value a layer, and the kind that each value means."""
+def by(values: Sequence[str | int] | None, kinds: Mapping[str, str], when: object = True) -> Rule:
+    """One value a layer, and the kind that each means: by its text, as `written` has it for numbers and flags."""
     if values is None or not when:
         return NOTHING
     if not isinstance(values, list | tuple):
@@ -85,12 +85,17 @@ def by(values: Sequence[str] | None, kinds: Mapping[str, str], when: object = Tr
         if len(listed) != layers:
             raise ConfigError(f"config.json lists {len(listed)} layer types for {layers} layers")
         value = listed[index]
-        if not isinstance(value, str) or value not in kinds:
+        if not isinstance(value, str | int) or written(value) not in kinds:
             known = ", ".join(kinds)
             raise ConfigError(f"layer {index} has type {shown(value)}, which this spec does not describe; it knows {known}")
-        return kinds[value]
+        return kinds[written(value)]
 
     return Rule(choose)
+
+
+def written(value: str | int) -> str:
+    """A value as a key of a spec has it: true, false, digits, or the text itself."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 SELECTORS: Mapping[str, Callable[..., Rule]] = MappingProxyType(
@@ -99,7 +104,12 @@ SELECTORS: Mapping[str, Callable[..., Rule]] = MappingProxyType(
 """What a spec calls each selector."""
 
 
-def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:
+def crossed(layers: int, slots: Mapping[str, Sequence[Rule]]) -> tuple[str, ...]:
+    """The kind of each layer where every slot has rules of its own: their kinds' names joined. Raises as `resolve`."""
+    return tuple(map("_".join, zip(*(resolve(layers, rules, f"kind of {slot}") for slot, rules in slots.items()))))
+
+
+def resolve(layers: int, rules: Sequence[Rule], what: str = "kind") -> tuple[str, ...]:
     """The kind of each layer. Raises ConfigError naming a layer that no rule reached."""
     if layers > _MOST_LAYERS:
         raise ConfigError(f"config.json gives the model {layers} layers, and {_MOST_LAYERS} is the most")
@@ -109,7 +119,7 @@ def resolve(layers: int, rules: Sequence[Rule]) -> tuple[str, ...]:
         for rule in rules:
             kind = rule.choose(index, layers, kind)
         if kind is None:
-            raise ConfigError(f"layer {index} of {layers} gets no kind from the schedule")
+            raise ConfigError(f"layer {index} of {layers} gets no {what} from the schedule")
         kinds.append(kind)
     return tuple(kinds)
 

@@ -9,6 +9,9 @@ from difflib import SequenceMatcher
 from typing import Literal
 
 _DIGEST = re.compile(r'"[0-9a-f]{64}"')
+_IMPORT = re.compile(r"(from [\w.]+ )?import |[\w, ]+,$|\)$")
+"""A line of an import, of a long one too."""
+
 _CONTEXT = 2
 
 
@@ -26,6 +29,14 @@ class Hunk:
     after: tuple[str, ...] = ()
     within: str = ""
     whole: Literal["added", "removed"] | None = None
+
+    @property
+    def is_bookkeeping(self) -> bool:
+        """Whether it follows from other changes: imports, and the manifest."""
+        if self.file == "manifest.json" and not self.whole:
+            return True
+        changed = [line.strip() for line in (*self.removed, *self.added) if line.strip()]
+        return bool(changed) and not self.whole and all(_IMPORT.match(line) for line in changed)
 
     @property
     def identity(self) -> tuple[object, ...]:

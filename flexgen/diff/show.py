@@ -12,23 +12,37 @@ from flexgen.diff.report import Group, Report
 JSON_VERSION = 1
 """Version of the JSON form; raised by any change that could break a reader of it."""
 
-_OPEN_LINES = 20
-"""A hunk with more lines is folded in markdown."""
-
-_MOST_LINES = 80
-"""A hunk with more lines is cut in markdown: a comment on GitHub ends at 65 536 characters."""
+_MOST_LINES, _MOST_CHARACTERS = 80, 60_000
+"""Of a hunk and of all in markdown: a comment on GitHub ends at 65 536 characters."""
 
 
 def text(report: Report) -> str:
-    """As a person reads it in a terminal."""
+    """As a person reads it in a terminal: what was caused by what, then each cause with its changes."""
     if not report:
         return _nothing(report) + "\n"
-    out = [f"{_headline(report)}\n"]
-    for number, group in enumerate(report.groups, 1):
-        out.append(f"\n[{number}] {_where(group)}\n")
-        out += [f"    cause: {line}\n" for line in _cause_lines(group.causes)]
-        out += [f"    {line}".rstrip() + "\n" for line in _lines(group)]
+    titles = [" · ".join(_cause_lines(entry.causes)) for entry in report.entries]
+    out = [f"{_headline(report)}\n\n"]
+    for number, (title, entry) in enumerate(zip(titles, report.entries), 1):
+        out.append(f"  [{number}] {_count(entry.hunks, 'hunk'):>10}  {_names(entry.architectures)}: {title}\n")
+    for number, (title, entry) in enumerate(zip(titles, report.entries), 1):
+        out.append(f"\n[{number}] {title}\n")
+        for group in entry.groups:
+            out.append(f"\n  {_where(group)}\n")
+            out += [f"    {line}".rstrip() + "\n" for line in _lines(group)]
+        out += [f"\n  {_follows(group)}\n" for group in entry.bookkeeping]
     return "".join(out)
+
+
+def _names(architectures: list[str]) -> str:
+    return ", ".join(architectures) if len(architectures) <= 4 else f"{len(architectures)} architectures"
+
+
+def _follows(group: Group) -> str:
+    """Imports and manifests in a line."""
+    hunk = group.first
+    what = "the manifest" if hunk.file == "manifest.json" else f"imports of {hunk.file}"
+    names = [f"{sign}{line.strip()}" for sign, lines in (("-", hunk.removed), ("+", hunk.added)) for line in lines if line.strip()]
+    return f"{what}, {_names(group.architectures)}: {_short(' '.join(names), 110)}"
 
 
 def _nothing(report: Report) -> str:
@@ -37,7 +51,8 @@ def _nothing(report: Report) -> str:
 
 def _headline(report: Report) -> str:
     names = {name for group in report.groups for name in group.architectures}
-    return f"{_count(len(report.groups), 'distinct change')} in {_count(len(names), 'architecture')}, against {report.against}"
+    changes, causes = _count(len(report.groups), "distinct change"), _count(len(report.entries), "cause")
+    return f"{changes} of {causes} in {_count(len(names), 'architecture')}, against {report.against}"
 
 
 def _where(group: Group) -> str:
@@ -62,7 +77,7 @@ def _cause_lines(causes: Iterable[Cause]) -> list[str]:
     files: dict[Cause, list[str]] = {}
     for cause in causes:
         files.setdefault(replace(cause, file="") if cause.kind == "spec" else cause, []).append(cause.file)
-    return [_cause_line(cause, ", ".join(names)) for cause, names in files.items()]
+    return [_cause_line(cause, ", ".join(names) if len(names) <= 3 else f"{len(names)} specs") for cause, names in files.items()]
 
 
 def _cause_line(cause: Cause, files: str) -> str:
@@ -83,8 +98,8 @@ def _values(was: str, now: str) -> str:
     return f" (new: {_short(now)})" if now else f" (removed: {_short(was)})" if was else ""
 
 
-def _short(value: str) -> str:
-    return value if len(value) <= 60 else f"{value[:59]}…"
+def _short(value: str, most: int = 60) -> str:
+    return value if len(value) <= most else f"{value[: most - 1]}…"
 
 
 def _count(number: int, noun: str) -> str:
@@ -92,22 +107,32 @@ def _count(number: int, noun: str) -> str:
 
 
 def markdown(report: Report) -> str:
-    """As a pull request shows it: one paragraph a change, long ones folded, very long ones cut."""
+    """As a pull request shows it: a table of causes, and each cause's changes folded below it; what is too long is cut."""
     if not report:
         return f"**Generated code:** {_nothing(report)}.\n"
-    out = [f"**Generated code:** {_headline(report)}.\n"]
-    for group in report.groups:
-        lines = _lines(group)
-        title = f"<b>{_escaped(_where(group))}</b>"
-        causes = "<br>".join(f"cause: <code>{_escaped(line)}</code>" for line in _cause_lines(group.causes))
-        cut = lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"… {len(lines) - _MOST_LINES} more lines"]
-        fence = "`" * max(3, 1 + max((_ticks(line) for line in cut), default=0))
-        is_open = " open" if len(lines) <= _OPEN_LINES else ""
-        body = "\n".join(cut)
-        out.append(
-            f"\n<details{is_open}><summary>{title}<br>{causes}</summary>\n\n{fence}diff\n{body}\n{fence}\n\n</details>\n"
-        )
+    out = [f"**Generated code:** {_headline(report)}.\n\n| cause | architectures | hunks |\n|---|---|---:|\n"]
+    titles = ["<br>".join(f"<code>{_escaped(line)}</code>" for line in _cause_lines(entry.causes)) for entry in report.entries]
+    for title, entry in zip(titles, report.entries):
+        out.append(f"| {title.replace('|', '&#124;')} | {', '.join(entry.architectures)} | {entry.hunks} |\n")
+    for title, entry in zip(titles, report.entries):
+        parts = [_fenced(group) for group in entry.groups]
+        parts += [f"{_escaped(_follows(group))}\n" for group in entry.bookkeeping]
+        room = _MOST_CHARACTERS - sum(map(len, out))
+        kept = 0
+        while kept < len(parts) and (room := room - len(parts[kept])) > 0:
+            kept += 1
+        left = f"\n{_count(len(parts) - kept, 'more change')}: `flexgen diff` shows all.\n" if kept < len(parts) else ""
+        body = "\n".join(parts[:kept])
+        out.append(f"\n<details><summary>{title}</summary>\n\n{body}{left}\n</details>\n")
     return "".join(out)
+
+
+def _fenced(group: Group) -> str:
+    lines = _lines(group)
+    cut = lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"… {len(lines) - _MOST_LINES} more lines"]
+    fence = "`" * max(3, 1 + max((_ticks(line) for line in cut), default=0))
+    body = "\n".join(cut)
+    return f"{_escaped(_where(group))}\n\n{fence}diff\n{body}\n{fence}\n"
 
 
 def _escaped(line: str) -> str:
@@ -127,6 +152,15 @@ def as_json(report: Report) -> str:
         "equal": not report,
         "packages": report.packages,
         "files": report.files,
+        "causes": [
+            {
+                "causes": [cause.__dict__ for cause in entry.causes],
+                "architectures": entry.architectures,
+                "hunks": entry.hunks,
+                "changes": [report.groups.index(group) for group in (*entry.groups, *entry.bookkeeping)],
+            }
+            for entry in report.entries
+        ],
         "changes": [_group(group) for group in report.groups],
     }
     return json.dumps(payload, indent=2) + "\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen.ir.bound import Checkpoint, Dim, Division, Rope, ScheduleRule
+from flexgen.ir.bound import Checkpoint, Dim, Division, Grouping, Rope, RuleList, ScheduleRule
 from flexgen.ir.code import Size
 
 
@@ -162,18 +162,14 @@ class Moe:
     experts: str
     routed: str
     top_k: Size
-    router_input: tuple[Statement, ...]
-    router: str
-    router_bias: str | None
+    route_lines: tuple[Statement, ...]
+    weights: str
     reads_stream: bool
-    score: str
-    after_top_k: str
-    normalise: str | None
-    gain: str | None
-    weights_fp32: bool
     act: str
     layout: str
     interleaved: str | None
+    gated: str | None
+    weights_on: str | None
     gate_up: str
     gate_up_bias: str | None
     down: str
@@ -181,6 +177,7 @@ class Moe:
     alpha: Size | None
     limit: Size | None
     up_offset: Size | None
+    grouping: Grouping | None
     table: WeightTable
     path: str
     why: str | None
@@ -194,7 +191,7 @@ class Statement:
     op      fields used besides `out` and `input`
     norm    norm           linear  weight, bias    act    act, value    gain  weight      scale  value
     times   value          add     terms, norm     call   function, arguments (after w and input), slot
-    embed   weight, value  name    nothing               positions  weight, value
+    embed   weight, value  name    nothing         code    value: the whole right side         positions  weight, value
 
     `slot` names the slot of the block that a call fills.
     """
@@ -301,6 +298,7 @@ class Architecture:
     dims: tuple[Dim, ...]
     ropes: tuple[Rope, ...]
     divisions: tuple[Division, ...]
+    groupings: tuple[Grouping, ...]
     attentions: tuple[Attention, ...]
     gdns: tuple[GatedDelta, ...]
     mlps: tuple[Mlp, ...]
@@ -308,7 +306,7 @@ class Architecture:
     layer_inputs: tuple[LayerInput, ...]
     blocks: tuple[Block, ...]
     kinds: tuple[Kind, ...]
-    schedule: tuple[ScheduleRule, ...]
+    schedules: tuple[RuleList, ...]
     embedding: tuple[Statement, ...]
     head: Head
     tables: tuple[WeightTable, ...]
@@ -317,11 +315,16 @@ class Architecture:
     imports: Imports = Imports()
 
     @property
+    def rules(self) -> tuple[ScheduleRule, ...]:
+        """The rules of all schedules."""
+        return tuple(rule for each in self.schedules for rule in each.rules)
+
+    @property
     def model_table(self) -> WeightTable:
         """Weights that are no layer's."""
         return self.tables[0]
 
     @property
-    def block_table(self) -> WeightTable:
+    def block_tables(self) -> tuple[WeightTable, ...]:
         """Weights of the block's own steps."""
-        return self.tables[1]
+        return tuple(table for table in self.tables if table.path == "block")

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from flexgen.ir import architecture as ir
 from flexgen.ir.code import dim
+from flexgen.ir.kinds import Filled, kinds
 from flexgen.ir.names import MODULE
 from flexgen.ir.parts import Parts
 from flexgen.ir.rows import Rows
 from flexgen.ir.steps import STREAM, Lowering, shown
 from flexgen.spec import models
-from flexgen.spec.diagnostics import SpecPath
+from flexgen.spec.diagnostics import SpecPath, show_path
 
 Fills = dict[str, str]
 """By slot, the function that is called there."""
@@ -20,30 +21,53 @@ Fills = dict[str, str]
 
 @dataclass(frozen=True)
 class Lowered:
-    """One kind: its parts with slots called by their names, and what fills them."""
+    """One kind: its parts with slots called by their names, what fills them, and the weights of its own steps."""
 
     kind: ir.Kind
     parts: tuple[ir.Part, ...]
     fills: Fills
     markers: dict[str, str | None]
+    roles: set[str]
 
 
-def layers(parts: Parts) -> tuple[tuple[ir.Block, ...], tuple[ir.Kind, ...], dict[str, ir.Row]]:
-    """-> the functions of the block, the layer kinds, and the weights that the block's own steps have."""
+def layers(parts: Parts) -> tuple[tuple[ir.Block, ...], tuple[ir.Kind, ...], tuple[ir.WeightTable, ...]]:
+    """-> the functions of the block, the layer kinds, and the tables of the weights that the block's own steps have."""
     owned: dict[str, ir.Row] = {}
-    lowered = [_lower(parts, name, owned) for name in parts.model.kinds]
+    filled = kinds(parts.model)
+    lowered = [_lower(parts, kind, owned) for kind in filled]
+    if not all(item.parts for item in lowered):
+        return (), (), ()
+    tables = _tables(lowered, owned)
     groups: dict[tuple[ir.Part, ...], list[Lowered]] = {}
     for item in lowered:
         groups.setdefault(item.parts, []).append(item)
     blocks: dict[str, ir.Block] = {}
-    kinds: dict[str, ir.Kind] = {}
+    found: dict[str, ir.Kind] = {}
     for group in groups.values():
         block = _block(group, _block_name(group, len(groups) == 1, blocks))
         blocks[block.function] = block
         for item in group:
             fills = tuple(item.fills[slot] for slot in _varying(group))
-            kinds[item.kind.name] = replace(item.kind, block=block.function, fills=fills)
-    return tuple(blocks.values()), tuple(kinds[name] for name in parts.model.kinds), owned
+            own = tuple(table.function for table in tables if {row.role for row in table.rows} <= item.roles)
+            found[item.kind.name] = replace(item.kind, block=block.function, fills=fills, tables=(*own, *item.kind.tables))
+    return tuple(blocks.values()), tuple(found[kind.name] for kind in filled), tables
+
+
+def _tables(lowered: list[Lowered], owned: dict[str, ir.Row]) -> tuple[ir.WeightTable, ...]:
+    """The weights that every kind has, then those that the same few kinds have: a table each, named after the first of them."""
+    groups: dict[tuple[str, ...], list[ir.Row]] = {tuple(item.kind.name for item in lowered): []}
+    for role, row in owned.items():
+        users = tuple(item.kind.name for item in lowered if role in item.roles)
+        groups.setdefault(users, []).append(row)
+    (_, common), *others = groups.items()
+    rest = [ir.WeightTable(f"{_free(users, groups)}_block_weights", tuple(rows), "block") for users, rows in others]
+    return (ir.WeightTable("block_weights", tuple(common), "block"), *rest)
+
+
+def _free(users: tuple[str, ...], groups: dict[tuple[str, ...], list[ir.Row]]) -> str:
+    """A name for a set of kinds: its first, unless an earlier set begins with that, else all of them."""
+    earlier = list(groups)[1 : list(groups).index(users)]
+    return users[0] if all(other[0] != users[0] for other in earlier) else "_".join(users)
 
 
 def layer_input(parts: Parts, name: str, entry: models.LayerInput) -> tuple[ir.LayerInput, list[ir.Row]]:
@@ -58,21 +82,26 @@ def layer_input(parts: Parts, name: str, entry: models.LayerInput) -> tuple[ir.L
     return ir.LayerInput(name, value.name, tuple(statements), ".".join(at), entry.why), list(steps.owned.values())
 
 
-def _lower(parts: Parts, name: str, owned: dict[str, ir.Row]) -> Lowered:
+def _lower(parts: Parts, filled: Filled, owned: dict[str, ir.Row]) -> Lowered:
     """One kind: its parts in order, the tables of its weights and the entries that keep state."""
-    model = parts.model
+    model, name = parts.model, filled.name
     slots = frozenset(slot for kind in model.kinds.values() for slot in kind)
-    steps = Lowering(parts, parts.rows, owned, kind=name, fills=model.kinds[name], slots=slots)
+    steps = Lowering(parts, parts.rows, owned, kind=filled, slots=slots)
     found = []
     for index, part in enumerate(model.block):
         path: SpecPath = ("block", index)
         if isinstance(part, models.AddPart):
+            if steps.is_empty(part.add):
+                continue
             statements = steps.add(part, path)
         else:
             value, statements = steps.step(part, path, steps.stream, "x")
             assert value.name == STREAM
         found.append(ir.Part(f"block[{index}]", tuple(statements)))
-    _check_slots(parts, name, slots)
+    _check_slots(parts, filled, slots)
+    if not found:
+        help = "fill a slot, or add a part of the block that every kind has"
+        parts.problems.add("SPEC005", f"layers of kind `{name}` compute nothing", filled.path, key=True, help=help)
     calls = [statement for part in found for statement in part.statements if statement.slot]
     kind = ir.Kind(
         name=name,
@@ -81,15 +110,16 @@ def _lower(parts: Parts, name: str, owned: dict[str, ir.Row]) -> Lowered:
         fills=(),
         mixers=tuple(steps.mixers),
         routes=tuple(steps.routes),
-        tables=("block_weights", *steps.tables),
+        tables=tuple(steps.tables),
         inputs=tuple(steps.inputs),
-        path=f"kinds.{name}",
+        path=show_path(filled.path),
     )
     return Lowered(
         kind,
         tuple(replace(part, statements=tuple(map(_open, part.statements))) for part in found),
         {str(call.slot): str(call.function) for call in calls},
         {str(call.slot): call.comment for call in calls},
+        set(steps.roles),
     )
 
 
@@ -136,7 +166,7 @@ def _block_name(group: list[Lowered], is_only: bool, taken: dict[str, ir.Block])
 
 def _common_parts(group: list[Lowered]) -> list[str]:
     """The tables that all kinds of a group have, named after their entries."""
-    shared = [name for name in group[0].kind.tables[1:] if all(name in item.kind.tables for item in group)]
+    shared = [name for name in group[0].kind.tables if all(name in item.kind.tables for item in group)]
     return [name.removesuffix("_weights") for name in shared]
 
 
@@ -147,20 +177,19 @@ def _returned(parts: tuple[ir.Part, ...]) -> tuple[tuple[ir.Part, ...], ir.State
     return (*before, replace(last, statements=tuple(statements))), result
 
 
-def _check_slots(parts: Parts, name: str, slots: frozenset[str]) -> None:
+def _check_slots(parts: Parts, kind: Filled, slots: frozenset[str]) -> None:
     """Report slots that a kind fills and the block does not call, and the other way round."""
     steps: dict[str, SpecPath] = {}
     for index, part in enumerate(parts.model.block):
         if isinstance(part, models.AddPart):
             steps |= dict(_named(part.add, ("block", index, "add")))
-    fills = parts.model.kinds[name]
-    for slot in fills:
+    for slot, place in kind.places.items():
         if slot not in steps:
-            parts.problems.unknown("slot", slot, steps, ("kinds", name, slot), key=True)
+            parts.problems.unknown("slot", slot, steps, place, key=True)
     for step in sorted(steps.keys() & slots):
-        if step not in fills:
-            message = f"kind `{name}` does not fill the slot `{step}`"
-            parts.problems.add("SPEC005", message, ("kinds", name), key=True, help=f"add `{step}: ENTRY`")
+        if step not in kind.fills:
+            message = f"kind `{kind.name}` does not fill the slot `{step}`"
+            parts.problems.add("SPEC005", message, kind.path, key=True, help=f"add `{step}: ENTRY`, or `{step}: none` to leave it empty")
 
 
 def _named(steps: list, path: SpecPath) -> Iterator[tuple[str, SpecPath]]:

@@ -44,6 +44,14 @@ class ScheduleRule:
 
 
 @dataclass(frozen=True)
+class RuleList:
+    """The rules of whole kinds, or of the kinds of one slot."""
+
+    slot: str | None
+    rules: tuple[ScheduleRule, ...]
+
+
+@dataclass(frozen=True)
 class Division:
     """Two numbers, the first a multiple of the second, which only a config can tell: `what` has `many` and `few`."""
 
@@ -52,6 +60,18 @@ class Division:
     many_code: str
     few: str
     few_code: str
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Experts in groups, which only a config can tell to be equal and enough. Codes are those of the constructor of `Dims`."""
+
+    what: str
+    experts: str
+    groups: str
+    keep: str
+    best: int
+    top_k: str
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,27 @@ def layout_code(layouts: list, memory: str) -> tuple[str, ...]:
 def memory_layout(shared: Shared, entry: models.Moe, at: SpecPath) -> tuple[str, bool]:
     """-> ("out_in" or "in_out", whether gate and up are interleaved): the first stacked layout is memory's."""
     stacked = {}
-    for field, layouts in (("gate_up", entry.gate_up), ("down", entry.down)):
+    for field, layouts in ((first(entry), entry.up or entry.gate_up), ("down", entry.down)):
         for index, layout in enumerate(layouts):
             _check_layout(shared, layout, field, (*at, field, index))
-        first = next((layout for layout in layouts if isinstance(layout, models.StackedLayout)), None)
-        if first is None:
+        found = next((layout for layout in layouts if isinstance(layout, models.StackedLayout)), None)
+        if found is None and not layouts:
+            return "out_in", False
+        if found is None:
             message = f"`{field}` lists no stacked layout, which is the one that memory uses"
             shared.problems.add("SPEC022", message, (*at, field), key=True, help="add `{stacked: NAME, axes: […]}`")
             return "out_in", False
-        stacked[field] = first
-    if _orientation(stacked["gate_up"]) != _orientation(stacked["down"]):
-        shared.problems.add("SPEC022", "gate_up and down lie in memory in different orders of axes", (*at, "down", 0))
-    return _orientation(stacked["gate_up"]), stacked["gate_up"].order == "interleaved"
+        stacked[field] = found
+    gate_up = stacked[first(entry)]
+    if _orientation(gate_up) != _orientation(stacked["down"]):
+        shared.problems.add("SPEC022", f"{first(entry)} and down lie in memory in different orders of axes", (*at, "down", 0))
+    return _orientation(gate_up), gate_up.order == "interleaved"
+
+
+def first(entry: models.Moe) -> str:
+    """What an expert's first matrix is: gate and up, or up alone."""
+    return "up" if entry.up else "gate_up"
+
 
 def _check_layout(shared: Shared, layout: object, field: str, path: SpecPath) -> None:
     if isinstance(layout, models.StackedLayout):
@@ -51,8 +60,8 @@ def _check_stacked(shared: Shared, layout: models.StackedLayout, field: str, pat
     if field == "gate_up" and layout.order not in ("interleaved", ["gate", "up"]):
         help = "write `order: [gate, up]` or `order: interleaved`"
         shared.problems.add("SPEC022", "gate_up does not say how gate and up share the out axis", path, help=help)
-    if field == "down" and layout.order is not None:
-        shared.problems.add("SPEC010", "`order` has no effect on down", (*path, "order"), key=True, help="remove it")
+    if field != "gate_up" and layout.order is not None:
+        shared.problems.add("SPEC010", f"`order` has no effect on {field}", (*path, "order"), key=True, help="remove it")
 
 def _check_per_expert(shared: Shared, layout: models.PerExpertLayout, field: str, path: SpecPath) -> None:
     wanted = 2 if field == "gate_up" else 1

@@ -18,14 +18,16 @@ def imports(arch: ir.Architecture) -> ir.Imports:
 def _walker(arch: ir.Architecture) -> tuple[str, ...]:
     statements = list(_statements(arch))
     activations = {*(s.act for s in statements if s.op == "act"), *(mlp.act for mlp in arch.mlps)}
-    uses_torch = arch.moes and any("softmax" in (m.score, m.after_top_k) or m.score == "sigmoid" for m in arch.moes)
+    routing = " ".join(str(line.value) for m in arch.moes for line in m.route_lines)
+    uses_torch = "torch." in routing
     own = activations & {"quick_gelu", "relu2", "xielu"}
     uses_torch = uses_torch or "sigmoid" in activations or any(mlp.out_gate for mlp in arch.mlps)
     norms = {s.norm.function for s in statements if s.norm} | {arch.head.norm.function}
     norms |= {mlp.inner_norm.function for mlp in arch.mlps if mlp.inner_norm}
     ops = {"project"} | own | norms | ({"softcap"} if arch.head.softcap else set())
     ops |= {"rounded"} if any(str(s.value or "").startswith("rounded(") for s in statements) else set()
-    routed = {"experts", "top_k"} | ({"renormalise"} if any(m.normalise for m in arch.moes) else set())
+    routed = {"experts"} | {name for name in ("top_k", "renormalise", "keep_groups", "sparsemixer") if f"{name}(" in routing}
+    checks = (["check_groups"] if arch.groupings else []) + (["check_heads"] if arch.divisions else [])
     mixers = [name for part in _mixers(arch) for name in (part.function, part.table.function)]
     return (
         *(["import math"] if any("math." in code for code in _codes(arch, statements)) else []),
@@ -37,7 +39,7 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
         "",
         "from flexgen.contract import layer_kinds as schedule, weights",
         "from flexgen.contract.abi import Layer, Step",
-        *(["from flexgen.contract.heads import check_heads"] if arch.divisions else []),
+        *([_from("flexgen.contract.heads", checks)] if checks else []),
         "from flexgen.contract.numbers import Numbers",
         "from flexgen.runtime.loading.config import Config",
         _from("flexgen.runtime.ops.elementwise", ops),
@@ -111,7 +113,7 @@ def _statements(arch: ir.Architecture) -> Iterator[ir.Statement]:
     for block in arch.blocks:
         yield block.result
     for moe in arch.moes:
-        yield from moe.router_input
+        yield from moe.route_lines
 
 
 def _codes(arch: ir.Architecture, statements: Iterable[ir.Statement]) -> Iterator[str]:
@@ -124,7 +126,7 @@ def _codes(arch: ir.Architecture, statements: Iterable[ir.Statement]) -> Iterato
         if table.function not in {part.table.function for part in _mixers(arch)}:
             yield from (str(item) for row in table.rows for item in (*row.arguments, *(rows for _, rows in row.rows)))
     yield from (dim.read for dim in arch.dims)
-    yield from (rule.arguments for rule in arch.schedule)
+    yield from (rule.arguments for rule in arch.rules)
     yield from map(str, (arch.head.norm.eps, arch.head.scale, arch.head.softcap))
     yield from (str(size) for rope in arch.ropes for size in (rope.head_dim, rope.turned))
     for mlp in arch.mlps:

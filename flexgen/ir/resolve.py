@@ -15,7 +15,7 @@ from flexgen.ir.names import check_generated_names, check_names
 from flexgen.ir.parts import Parts
 from flexgen.ir.problems import Problems
 from flexgen.ir.rows import Rows
-from flexgen.ir.schedule import schedule
+from flexgen.ir.schedule import schedules
 from flexgen.ir.scope import Scope
 from flexgen.ir.shared import bias, norm_why
 from flexgen.ir.tiny import check_tiny, fences
@@ -41,7 +41,7 @@ class _Resolver:
     def architecture(self) -> ir.Architecture:
         model, parts = self.model, self.parts
         check_names(model, self.problems)
-        blocks, kinds, owned = layers(parts)
+        blocks, kinds, block_tables = layers(parts)
         inputs, input_rows = [], []
         for name, entry in model.layer_inputs.items():
             made, rows = layer_input(parts, name, entry)
@@ -49,10 +49,10 @@ class _Resolver:
             input_rows += rows
         embedding, embedding_rows = self._embedding()
         head, head_rows = self._head(embedding_rows[0])
-        rules = schedule(model, self.scope, self.problems)
+        rules = schedules(model, self.scope, self.problems)
         ropes = self._ropes()
         self._check_unused(kinds)
-        tables = tuple(self._tables(tuple(owned.values()), (*embedding_rows, *input_rows, *head_rows)))
+        tables = tuple(self._tables(block_tables, (*embedding_rows, *input_rows, *head_rows)))
         dims = self.scope.dims()
         self.problems.raise_if_any()
         check_tiny(self.spec, self.scope, dims, self.problems)
@@ -65,6 +65,7 @@ class _Resolver:
             dims=dims,
             ropes=ropes,
             divisions=self._divisions(),
+            groupings=tuple(moe.grouping for moe in parts.built("moe") if moe.grouping),
             attentions=tuple(parts.built("attention")),
             gdns=tuple(parts.built("gdn")),
             mlps=tuple(parts.built("mlp")),
@@ -72,7 +73,7 @@ class _Resolver:
             layer_inputs=tuple(inputs),
             blocks=blocks,
             kinds=kinds,
-            schedule=rules,
+            schedules=rules,
             embedding=embedding,
             head=head,
             tables=tables,
@@ -181,7 +182,7 @@ class _Resolver:
         entry = self.model.checkpoint
         entries = [self.model.attention[a.name] for a in self.parts.built("attention")]
         skip = [*entry.skip, *(f"{self.parts.layers}{name}" for a in entries for name in a.skip)]
-        by = next((rule.by for rule in self.model.schedule if rule.by), None)
+        by = next((rule.by for _, rule in self.model.rules if rule.by), None)
         return ir.Checkpoint(
             tuple(entry.model_types),
             entry.text_config,
@@ -193,11 +194,11 @@ class _Resolver:
             by,
         )
 
-    def _tables(self, block_rows: tuple[ir.Row, ...], model_rows: tuple[ir.Row, ...]) -> list[ir.WeightTable]:
+    def _tables(self, block_tables: tuple[ir.WeightTable, ...], model_rows: tuple[ir.Row, ...]) -> list[ir.WeightTable]:
         parts = [part.table for section in ("attention", "gdn", "mlp", "moe") for part in self.parts.built(section)]
         tables = [
             ir.WeightTable("model_weights", model_rows, "embedding, head"),
-            ir.WeightTable("block_weights", block_rows, "block"),
+            *block_tables,
             *parts,
         ]
         checkpoint = self.model.checkpoint

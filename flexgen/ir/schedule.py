@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from flexgen.contract.layer_kinds import SELECTORS
 from flexgen.ir import architecture as ir
+from flexgen.ir.kinds import check_halves
 from flexgen.ir.problems import Problems, defined
 from flexgen.ir.scope import Scope
 from flexgen.spec import models
-from flexgen.spec.diagnostics import SpecPath
+from flexgen.spec.diagnostics import SpecPath, show_path
 
 
-def schedule(model: models.SpecModel, scope: Scope, problems: Problems) -> tuple[ir.ScheduleRule, ...]:
-    """The rules as code, in order."""
-    rules = [_rule(rule, ("schedule", index), model, scope, problems) for index, rule in enumerate(model.schedule)]
-    used = {name for rule in model.schedule for name in _kinds_of(rule)}
+def schedules(model: models.SpecModel, scope: Scope, problems: Problems) -> tuple[ir.RuleList, ...]:
+    """The rules as code, in order: of one list, or of one a slot."""
+    check_halves(model, problems)
+    lists = tuple(_rules(each, model, scope, problems) for each in model.schedules)
+    used = {name for _, rule in model.rules for name in _kinds_of(rule)}
     for name in model.kinds:
         if name not in used and ("kinds", name) not in problems.meant:
             message = f"kind `{name}` is chosen by no rule of the schedule"
             problems.add("SPEC010", message, ("kinds", name), key=True, help="schedule it or remove it")
-    if not any((rule.all or rule.pattern or rule.by) and not rule.when for rule in model.schedule):
+    return lists
+
+
+def _rules(each: models.RuleList, model: models.SpecModel, scope: Scope, problems: Problems) -> ir.RuleList:
+    names = {name: kind for name, kind in model.kinds.items() if each.slot is None or each.slot in kind}
+    found = [_rule(rule, (*each.path, index), names, scope, problems) for index, rule in enumerate(each.rules)]
+    if not any((rule.all or rule.pattern or rule.by) and not rule.when for rule in each.rules):
         help = "begin with `{all: true, kind: KIND}`"
-        problems.add("SPEC014", "no rule of the schedule reaches every layer", ("schedule",), key=True, help=help)
-    return tuple(rule for rule in rules if rule is not None)
+        what = "the schedule" if each.slot is None else f"the schedule of `{each.slot}`"
+        problems.add("SPEC014", f"no rule of {what} reaches every layer", each.path, key=True, help=help)
+    return ir.RuleList(each.slot, tuple(rule for rule in found if rule is not None))
 
 
 def _kinds_of(rule: models.Rule) -> list[str]:
@@ -31,7 +41,7 @@ def _kinds_of(rule: models.Rule) -> list[str]:
 
 
 def _rule(
-    rule: models.Rule, path: SpecPath, model: models.SpecModel, scope: Scope, problems: Problems
+    rule: models.Rule, path: SpecPath, kinds: dict[str, Any], scope: Scope, problems: Problems
 ) -> ir.ScheduleRule | None:
     given = rule.selectors
     if len(given) != 1:
@@ -42,28 +52,28 @@ def _rule(
     selector = given[0]
     if not _check_target(rule, selector, path, problems):
         return None
-    known = defined("kinds", model.kinds)
+    known = defined("kinds", kinds)
     for field, names in (("pattern", rule.pattern or ()), ("kind", [rule.kind] if rule.kind else [])):
         for index, name in enumerate(names):
-            if name not in model.kinds:
+            if name not in kinds:
                 at = (*path, field, index) if field == "pattern" else (*path, field)
                 problems.unknown("kind", name, known, at, "SPEC013")
     for key, name in (rule.kinds or {}).items():
-        if name not in model.kinds:
+        if name not in kinds:
             problems.unknown("kind", name, known, (*path, "kinds", key), "SPEC013")
-        if selector != "by" and key not in model.kinds:
+        if selector != "by" and key not in kinds:
             problems.unknown("kind", key, known, (*path, "kinds", key), "SPEC013", key=True)
     target = f'"{rule.kind}"' if rule.kind else _mapping(rule.kinds or {})
     when = None if rule.when is None else f'config.optional("{rule.when}")'
     name = f"schedule.{SELECTORS[selector].__name__}"
-    where = f"schedule[{path[-1]}]"
+    where = show_path(path)
     if selector == "all":
         return ir.ScheduleRule(name, target, "", when, where, rule.why)
     if selector == "pattern":
-        kinds = "".join(f'"{kind}", ' for kind in rule.pattern or ())
+        named = "".join(f'"{kind}", ' for kind in rule.pattern or ())
         return ir.ScheduleRule(
             name,
-            f"({kinds.rstrip(', ') if len(rule.pattern or ()) > 1 else kinds.rstrip()})",
+            f"({named.rstrip(', ') if len(rule.pattern or ()) > 1 else named.rstrip()})",
             "",
             when,
             where,

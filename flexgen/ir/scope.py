@@ -51,6 +51,20 @@ class Scope:
         expr = self._parse(text, path)
         if expr is None:
             return number(0)
+        self._check_given(expr, path)
+        return self._code(expr, path, want)
+
+    def _check_given(self, expr: Expr, path: SpecPath) -> None:
+        """Report dims that may be none where a number is needed."""
+        for name in expr.names():
+            other = self.exprs.get(name.dotted)
+            if isinstance(other, Or) and other.may_be_none and path != ("dims", name.dotted):
+                help = "only a field that can be `none` takes it, by its name alone"
+                span, note = (name.start, name.end), ("defined here", ("dims", name.dotted))
+                message = f"`{name.dotted}` may be none where a number is needed"
+                self.problems.add("SPEC029", message, path, within=span, help=help, note=note)
+
+    def _code(self, expr: Expr, path: SpecPath, want: Want) -> Size:
         for node in expr.walk():
             if isinstance(node, Name) and node.dotted not in self.exprs:
                 self._unknown(node, path)
@@ -63,8 +77,13 @@ class Scope:
         return Size(expr)
 
     def optional(self, text: str, path: SpecPath, want: Want = "float") -> Size | None:
-        """As `code`, None for the word `none`."""
-        return None if text == "none" else self.code(text, path, want)
+        """As `code`, None for the word `none`; a dim may be none itself."""
+        if text == "none":
+            return None
+        expr = self._parse(text, path)
+        if isinstance(expr, Name) and expr.dotted in self.exprs:
+            return self._code(expr, path, want)
+        return self.code(text, path, want)
 
     def flag(self, text: str, path: SpecPath) -> bool | Size:
         """`true` and `false` are settled at build time; a dim is code for a flag that the checkpoint settles."""
@@ -97,6 +116,7 @@ class Scope:
                 message = f"`{expr.text()}` can be a float where a whole number is needed"
                 self.problems.add("SPEC029", message, path, help="divide with `//`")
             types[name] = kind
+            self._check_given(expr, path)
             read = self._read(expr, kind, types, path, name in divisors and kind != "bool")
             lines.append(Dim(name, kind, read, expr.text(), f"dims.{name}"))
         for use in self.uses:
@@ -156,9 +176,16 @@ class Scope:
             *names, last = expr.alternatives
             paths = [f'"{name.dotted}"' for name in names if isinstance(name, Name)]
             for name in names:
+                if isinstance(name, Name) and name.dotted == "none":
+                    message = "nothing is tried after `none`"
+                    self.problems.add("SPEC011", message, path, within=(name.start, name.end), help="write it last")
                 if isinstance(name, Name) and is_dim(name):
                     message = f"dim `{name.dotted}` is never absent, so what follows `or` would never be used"
                     self.problems.add("SPEC011", message, path, within=(name.start, name.end))
+            if expr.may_be_none:
+                if kind == "bool":
+                    self.problems.add("SPEC029", "a flag cannot be none", path, help="write `or false`")
+                return f'{reader}_or_none({", ".join(paths)})'
             if isinstance(last, Name) and not is_dim(last):
                 return f'{reader}({", ".join(paths)}, "{last.dotted}"{nonzero})'
             return f"{reader}({', '.join(paths)}, default={self._arithmetic(last, is_dim, path)}{nonzero})"

@@ -8,6 +8,7 @@ from typing import Any
 
 from flexgen.ir import architecture as ir
 from flexgen.ir.code import Size
+from flexgen.ir.kinds import Filled
 from flexgen.ir.parts import MIXERS, SECTIONS, Parts
 from flexgen.ir.problems import defined
 from flexgen.ir.rows import Rows
@@ -33,10 +34,10 @@ Lowered = tuple[Value, list[ir.Statement]]
 class Lowering:
     """The steps of one layer kind, or of one layer input.
 
-    fills   what the kind puts into each slot; `slots` are those of any kind
+    kind    what fills its slots; `slots` are those of any kind
     view    of a layer input: how many slices it has, and the width of each
     owned   the rows of the weights that steps themselves have, by role; several lowerings can share them
-    tables, mixers, routes, inputs   what the lines turned out to use
+    tables, mixers, routes, inputs   what the lines turned out to use; `roles` of `owned`
     """
 
     def __init__(
@@ -45,20 +46,29 @@ class Lowering:
         make: Rows,
         owned: dict[str, ir.Row],
         *,
-        kind: str = "",
-        fills: dict[str, str] | None = None,
+        kind: Filled | None = None,
         slots: frozenset[str] = frozenset(),
         view: tuple[Size, Size] | None = None,
     ) -> None:
         self.model, self.scope, self.problems = parts.model, parts.scope, parts.problems
         self.parts, self.make, self.owned = parts, make, owned
-        self.kind, self.fills, self.slots, self._view = kind, fills or {}, slots, view
+        self.kind, self.slots, self._view = kind or Filled("", {}, {}, ()), slots, view
         self.hidden = parts.hidden
         self.stream = Value(STREAM, self.hidden)
         self.tables: list[str] = []
         self.mixers: list[str] = []
         self.routes: list[tuple[str, Size]] = []
         self.inputs: list[str] = []
+        self.roles: list[str] = []
+
+    def is_empty(self, steps: list) -> bool:
+        """Whether steps call a slot that this kind leaves empty, which takes the whole branch away."""
+        return any(self._is_empty(step) for step in steps)
+
+    def _is_empty(self, step: object) -> bool:
+        if isinstance(step, models.SumStep):
+            return all(self.is_empty(branch) for branch in step.sum)
+        return isinstance(step, str) and self.kind.fills.get(step) == ()
 
     def add(self, part: models.AddPart, path: SpecPath) -> list[ir.Statement]:
         """A branch, and its addition to the stream; a norm that ends the branch is one line with that."""
@@ -194,12 +204,15 @@ class Lowering:
     def _sum(self, step: models.SumStep, path: SpecPath, value: Value, base: str) -> Lowered:
         statements: list[ir.Statement] = []
         ends: list[Value] = []
-        for index, branch in enumerate(step.sum):
-            here = (*path, "sum", index)
-            end, lines = self.steps(branch, here, value, self._branch_name(branch, index))
+        branches = [(index, branch) for index, branch in enumerate(step.sum) if not self.is_empty(branch)]
+        if len(branches) == 1:
+            ((index, branch),) = branches
+            return self.steps(branch, (*path, "sum", index), value, base)
+        for index, branch in branches:
+            end, lines = self.steps(branch, (*path, "sum", index), value, self._branch_name(branch, index))
             statements += lines
             ends.append(end)
-        for index, end in enumerate(ends):
+        for (index, _), end in zip(branches, ends):
             if end.width != ends[0].width:
                 message = f"this branch has width {shown(end.width)}, and the first has {shown(ends[0].width)}"
                 self.problems.add("SPEC017", message, (*path, "sum", index))
@@ -219,12 +232,25 @@ class Lowering:
         return f"branch{index}"
 
     def _entry(self, name: str, path: SpecPath, value: Value, base: str) -> Lowered:
-        """A call of a part: the entry of that name, or the one that fills the slot of that name."""
-        entry, slot, defined_at = name, None, path
-        if name in self.slots:
-            if name not in self.fills:
-                return value, []
-            entry, slot, defined_at = self.fills[name], name, ("kinds", self.kind, name)
+        """A call of a part: the entry of that name, or what fills the slot of that name."""
+        if name not in self.slots:
+            return self._call(name, None, path, path, value, base)
+        if name not in self.kind.fills:
+            return value, []
+        entries, place = self.kind.fills[name], self.kind.places[name]
+        if len(entries) == 1:
+            return self._call(entries[0], name, place, path, value, base)
+        statements: list[ir.Statement] = []
+        ends: list[str] = []
+        for index, entry in enumerate(entries):
+            end, lines = self._call(entry, None, (*place, index), path, value, entry)
+            statements += lines
+            ends.append(end.name)
+        out = self._out(base, value.width)
+        return out, [*statements, ir.Statement("add", out.name, ends[0], show_path(path), terms=tuple(ends))]
+
+    def _call(self, entry: str, slot: str | None, defined_at: SpecPath, path: SpecPath, value: Value, base: str) -> Lowered:
+        """A call of an entry, which fills a slot where one is given."""
         section = next((s for s in SECTIONS if entry in getattr(self.model, s)), None)
         if section is None:
             known: dict[str, SpecPath] = {slot: ("kinds", name, slot) for name, kind in self.model.kinds.items() for slot in kind}
@@ -259,6 +285,7 @@ class Lowering:
         return out, [route, *call]
 
     def _own(self, row: ir.Row, path: SpecPath) -> None:
+        self.roles.append(row.role)
         if self.owned.setdefault(row.role, row) != row:
             self.problems.add("SPEC020", f"two weights would both be called `{row.role}`", path)
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexgen.contract.configs import leaves, look
+from flexgen.contract.synonyms import SYNONYMS
 from flexgen.new.config import Given
 from flexgen.new.draft import Draft, finished, mark_decisions, rename
-from flexgen.new.meanings import MEANINGS, SYNONYMS
+from flexgen.new.meanings import MEANINGS
 from flexgen.new.reads import Fit
 from flexgen.new.text import MARK, Text
 from flexgen.spec.load import Spec

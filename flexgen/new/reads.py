@@ -8,8 +8,9 @@ from typing import Any
 
 from flexgen.contract.configs import broken_fence, leaves, look, merged, normalise
 from flexgen.contract.ignored import NO_EFFECT
+from flexgen.contract.layer_kinds import written
+from flexgen.contract.synonyms import SYNONYMS
 from flexgen.new.config import Given
-from flexgen.new.meanings import SYNONYMS
 from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.expressions import Name, Number, Or, parse
 from flexgen.spec.load import Spec
@@ -60,8 +61,8 @@ def fit(spec: Spec, given: Given) -> Fit:
     config = merged(text, model.checkpoint.defaults if serves else {})
     dims = {name: list(_paths(name, model)) for name in model.dims}
     paths = {path for listed in dims.values() for path, _ in listed}
-    scheduled = {rule_path for rule in model.schedule for rule_path in (rule.at, rule.by, rule.when) if rule_path}
-    scheduled |= {path for rule in model.schedule for path in _rule_paths(rule, model)}
+    scheduled = {rule_path for _, rule in model.rules for rule_path in (rule.at, rule.by, rule.when) if rule_path}
+    scheduled |= {path for _, rule in model.rules for path in _rule_paths(rule, model)}
     known = paths | scheduled | {entry.parameters for entry in model.ropes.values()}
     known |= {*model.checkpoint.require, *model.checkpoint.ignore, *NO_EFFECT, "rope_parameters"}
     known |= {"per_layer_config"} if any(path.startswith("layers.") for path in paths) else set()
@@ -90,12 +91,12 @@ def _foreign(model: SpecModel, config: Mapping[str, Any]) -> Iterator[tuple[Spec
         table = look(config, entry.parameters)
         if isinstance(table, Mapping) and (kind := table.get("rope_type", "default")) not in entry.types:
             yield ("ropes", name), f"config.json has rope type {kind}, which is not among `types`"
-    for index, rule in enumerate(model.schedule):
+    for at, rule in model.rules:
         values = look(config, rule.by) if rule.by else None
-        unknown = [value for value in values if value not in list(rule.kinds or ())] if isinstance(values, list) else []
+        unknown = [value for value in values if written(value) not in (rule.kinds or ())] if isinstance(values, list) else []
         if unknown:
             listed = ", ".join(dict.fromkeys(map(str, unknown)))
-            yield ("schedule", index), f"`{rule.by}` of config.json has {listed}, which is no key of `kinds`"
+            yield at, f"`{rule.by}` of config.json has {listed}, which is no key of `kinds`"
 
 
 def _parts_of_spec(model: SpecModel) -> frozenset[str]:

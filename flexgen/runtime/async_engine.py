@@ -6,18 +6,22 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from flexgen.errors import FlexgenError
+from flexgen.runtime.arguments import EngineArgs
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.llm import LLM
+from flexgen.runtime.loading.merging import AdapterUpdate
 from flexgen.runtime.loading.updates import Source, Update
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
 from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.prompts import Prompt, parse_prompt
 from flexgen.runtime.requests.request import RequestGroup
+from flexgen.runtime.surface import REFUSED_ASYNC_METHODS, refusal
 
 _CLOSED = "this AsyncEngine is closed"
 
@@ -89,6 +93,11 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="flexgen-engine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine of the arguments that an `AsyncEngineArgs` holds."""
+        return cls(engine_args.model, **engine_args.arguments)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -96,6 +105,7 @@ class AsyncEngine:
         request_id: str,
         lora_request: LoRARequest | None = None,
         timeout: float | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answer as it grows (by the parameters' `output_kind`); a caller that stops listening aborts it.
 
@@ -108,8 +118,9 @@ class AsyncEngine:
             raise TypeError(f"request_id is {request_id!r}, and must be text")
         stream = _Stream(request_id, asyncio.get_running_loop())
         text, ids = parse_prompt(prompt, self._engine.tokens)
-        params = SamplingParams() if sampling_params is None else sampling_params
-        adding = self._submit(lambda: self._add(stream, ids, params, text, timeout))
+        params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        (first,) = self._engine.admission.check_priorities([priority], 1)
+        adding = self._submit(lambda: self._add(stream, ids, params, text, timeout, first))
         try:
             await asyncio.wrap_future(adding)
             while True:
@@ -120,9 +131,54 @@ class AsyncEngine:
         finally:
             self._abandon(stream, adding)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request now; its caller gets what was generated, with finish_reason "abort". Unknown ids do nothing."""
-        await self._on_thread(lambda: self._abort(request_id))
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several, now; callers get what was generated, with finish_reason "abort". Unknown ids do nothing."""
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            await self._on_thread(partial(self._abort, each))
+
+    @property
+    def model_config(self) -> Any:
+        return self._engine.model_config
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests."""
+        return self._ended is None and not self._closing
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether its thread ended by an error."""
+        return self.dead_error is not None
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        return None if self._ended is None else self._ended.__cause__
+
+    async def check_health(self) -> None:
+        """Raises FlexgenError, with the cause, where it serves no more."""
+        if not self.is_running:
+            raise FlexgenError(str(self._ended or _CLOSED)) from self.dead_error
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """`close`, under vLLM's name. Ending takes a step at most, whatever `timeout` says."""
+        self.close()
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def reset_mm_cache(self) -> None:
+        """Nothing to forget: prompts hold no images."""
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        return self._llm.get_default_sampling_params()
+
+    def __getattr__(self, name: str) -> Any:
+        """What vLLM's engine has and this one has not says so by name when it is called."""
+        return refusal("AsyncEngine", name, REFUSED_ASYNC_METHODS)
 
     def metrics(self) -> dict[str, int | float]:
         return self._llm.metrics()
@@ -142,6 +198,24 @@ class AsyncEngine:
 
     async def reload_weights(self, on_running: str = "wait") -> Update:
         return await self._on_thread(lambda: self._between(on_running, self._llm.reload_weights))
+
+    async def load_adapter(
+        self, adapter: Any, name: str | None = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        """`LLM.load_adapter` between two steps."""
+        return await self._on_thread(
+            lambda: self._between(on_running, lambda how: self._llm.load_adapter(adapter, name, config, how))
+        )
+
+    async def refresh_adapter(
+        self, name: str | None = None, adapter: Any = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        return await self._on_thread(
+            lambda: self._between(on_running, lambda how: self._llm.refresh_adapter(name, adapter, config, how))
+        )
+
+    async def unload_adapter(self, name: str | None = None, on_running: str = "wait") -> AdapterUpdate:
+        return await self._on_thread(lambda: self._between(on_running, lambda how: self._llm.unload_adapter(name, how)))
 
     def close(self) -> None:
         """Abort everything and stop the thread. Callers that still listen get their outputs so far."""
@@ -213,11 +287,17 @@ class AsyncEngine:
             self._jobs.get().run()
 
     def _add(
-        self, stream: _Stream, ids: Sequence[int], params: SamplingParams, text: str | None, timeout: float | None
+        self,
+        stream: _Stream,
+        ids: Sequence[int],
+        params: SamplingParams,
+        text: str | None,
+        timeout: float | None,
+        priority: int,
     ) -> None:
         if stream.request_id in self._streams:
             raise ValueError(f"request_id={stream.request_id!r} is running already; ids must differ")
-        stream.group = self._engine.add(stream.request_id, ids, params, text, timeout)
+        stream.group = self._engine.add(stream.request_id, ids, params, text, timeout, priority=priority)
         self._streams[stream.request_id] = stream
 
     def _abort(self, request_id: str) -> None:
@@ -279,6 +359,10 @@ class AsyncEngine:
         elif group.params.output_kind is not RequestOutputKind.FINAL_ONLY:
             return stream.put(group.output())
         return True
+
+
+AsyncLLMEngine = AsyncEngine
+"""vLLM's name."""
 
 
 def _ended(error: BaseException) -> FlexgenError:

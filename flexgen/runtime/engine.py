@@ -18,6 +18,7 @@ from flexgen.runtime.execution import start
 from flexgen.runtime.execution.runner import InFlight, Runner
 from flexgen.runtime.execution.step import DeviceStep
 from flexgen.runtime.execution.tables import SlotTables
+from flexgen.runtime.loading.merging import AdapterUpdate, Merger
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.loading.sharing import Shared, SharingError
 from flexgen.runtime.loading.updates import Source, Update, UpdateError, Updater, incomplete
@@ -64,6 +65,7 @@ class Engine:
         self._groups: dict[Request, RequestGroup] = {}
         self._flight: InFlight | None = None
         self._updater: Updater | None = None
+        self._merger: Merger | None = None
         self.shared: Shared | None = None
         self.metrics = Metrics()
         self.prefix_caching = _prefix_caching(model, options)
@@ -89,6 +91,7 @@ class Engine:
         prompt: str | None = None,
         timeout: float | None = None,
         checked: bool = False,
+        priority: int = 0,
     ) -> RequestGroup:
         """Queue the n answers to one prompt. `timeout` is in seconds from now.
 
@@ -97,11 +100,25 @@ class Engine:
         if self.model.missing_weights:
             raise UpdateError(incomplete(self.model.missing_weights))
         params = params if checked else self.admission.check_params(params)
-        group = self.admission.admit(request_id, prompt_ids, params, prompt, timeout)
+        group = self.admission.admit(request_id, prompt_ids, params, prompt, timeout, priority)
         for request in group.requests:
             self._groups[request] = group
             self.scheduler.add(request)
         return group
+
+    @property
+    def model_config(self) -> SimpleNamespace:
+        """vLLM's description of what is served."""
+        directory = getattr(self.model, "directory", None)
+        return SimpleNamespace(
+            model=None if directory is None else str(directory), max_model_len=self.options.max_model_len, seed=self.options.seed,
+            dtype=self.model.dtype, hf_config=SimpleNamespace(**self.model.config), logprobs_mode=self.options.logprobs_mode,
+            enable_sleep_mode=False, get_vocab_size=lambda: self.model.dims.vocab,
+        )  # fmt: skip
+
+    @property
+    def vllm_config(self) -> SimpleNamespace:
+        return SimpleNamespace(model_config=self.model_config, lora_config=None)
 
     @property
     def model_executor(self) -> SimpleNamespace:
@@ -133,6 +150,35 @@ class Engine:
         counts = self.shared.check()
         cast(Model, self.model).weights_written()
         return counts
+
+    @_in_turn
+    def load_adapter(self, source: Any, name: str | None = None, config: Any = None, on_running: str = "wait") -> AdapterUpdate:
+        """Merge an adapter into what the layers read, between two steps. Raises AdapterError, and then changes nothing."""
+        return self._merge(on_running, lambda merger: merger.load(source, name, config))
+
+    @_in_turn
+    def refresh_adapter(
+        self, name: str | None = None, source: Any = None, config: Any = None, on_running: str = "wait"
+    ) -> AdapterUpdate:
+        """Read a merged adapter again, from where it came or from `source`."""
+        return self._merge(on_running, lambda merger: merger.refresh(name, source, config))
+
+    @_in_turn
+    def unload_adapter(self, name: str | None = None, on_running: str = "wait") -> AdapterUpdate:
+        """Take a merged adapter out: what it alone changed is the pristine weight again, bit for bit."""
+        return self._merge(on_running, lambda merger: merger.unload(name))
+
+    def _merge(self, on_running: str, change: Callable[[Merger], AdapterUpdate]) -> AdapterUpdate:
+        """Change merged adapters. Where a layer reads a new tensor since, what is captured is captured again."""
+        model = cast(Model, self.model)
+        self._merger = self._merger or Merger(model)
+        self._settle(on_running)
+        copies = len(model.pristine)
+        try:
+            return change(self._merger)
+        finally:
+            if self.runner.graphs is not None and len(model.pristine) != copies:
+                self.runner.graphs.renew(at_once=not self.options.lazy_capture)
 
     def _settle(self, on_running: str) -> None:
         """Bring requests to an end, and read the step in flight, before weights change."""

@@ -5,18 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
+from typing import TypedDict
 
 from flexgen.contract.json_files import shown
 from flexgen.runtime.ladder import ladder
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+POLICIES = ("fcfs", "priority")
+
+
+class Options(TypedDict, total=False):
+    """The fields of `EngineOptions` as keywords of `LLM`, for editors; vLLM's others are in `surface`."""
+
+    max_num_seqs: int
+    block_size: int
+    num_gpu_blocks_override: int | None
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool | None
+    logprobs_mode: str
+    max_logprobs: int | None
+    scheduling_policy: str
+    seed: int
+    enforce_eager: bool
+    cudagraph_capture_sizes: Sequence[int] | None
+    lazy_capture: bool
+    enable_return_routed_experts: bool
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Checked on construction: ValueError names field, value and range.
 
-    enable_prefix_caching None: on, unless the model has recurrent state.
+    enable_prefix_caching  None: on, unless the model has recurrent state
+    max_logprobs           most logprobs that a request may ask for at each position; None and -1: the whole vocabulary
     """
 
     max_model_len: int
@@ -27,6 +49,8 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool | None = None
     logprobs_mode: str = "processed_logprobs"
+    max_logprobs: int | None = None
+    scheduling_policy: str = "fcfs"
     seed: int = 0
     enforce_eager: bool = False
     cudagraph_capture_sizes: Sequence[int] | None = None
@@ -46,8 +70,11 @@ class EngineOptions:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization={shown(share)} is out of range: it must be in (0, 1]")
-        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
-            raise ValueError(f"logprobs_mode={shown(self.logprobs_mode)} must be one of {', '.join(LOGPROBS_MODES)}")
+        for name, known in (("logprobs_mode", LOGPROBS_MODES), ("scheduling_policy", POLICIES)):
+            if not isinstance(value := getattr(self, name), str) or value not in known:
+                raise ValueError(f"{name}={shown(value)} must be one of {', '.join(known)}")
+        if self.max_logprobs is not None:
+            _at_least("max_logprobs", self.max_logprobs, -1)
         for name in ("enforce_eager", "lazy_capture", "enable_return_routed_experts", "enable_prefix_caching"):
             optional = name == "enable_prefix_caching"
             if not isinstance(value := getattr(self, name), bool) and not (optional and value is None):

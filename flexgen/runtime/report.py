@@ -45,6 +45,8 @@ def _weights(engine: Engine) -> list[str]:
         return []
     stored, derived = model.weight_bytes()
     lines = [f"weights: {_size(stored)}, and {_size(derived)} derived of them"]
+    if model.shadow_bytes:
+        lines.append(f"merged adapters: {_size(model.shadow_bytes)} in {len(model.pristine)} copies of the weights that they touch")
     if shared is not None:
         lines.append(
             f"shared with a trainer: {_size(shared.nbytes)} in {len(shared.tensors)} tensors, of which {_size(shared.copied)} moved "

@@ -22,7 +22,7 @@ def _fence_tag(value: object) -> str:
 
 Fence = Annotated[
     Annotated[AtLeast, Tag("form:min")]
-    | Annotated[Annotated[list[Scalar], Field(min_length=1)], Tag("form:list")]
+    | Annotated[list[Scalar], Tag("form:list")]
     | Annotated[Scalar, Tag("form:value")],
     Discriminator(_fence_tag),
 ]
@@ -57,6 +57,8 @@ class Checkpoint(Section):
     )
     require: dict[ConfigPath, Fence] = Field(
         {},
-        description="Fences: field to the value, list of values or `{min: n}` without which this spec does not apply.",
+        description=(
+            "Fences: field to the value, list of values or `{min: n}` without which this spec does not apply; an empty list is a value."
+        ),
     )
     ignore: list[ConfigPath] = Field([], description="Config fields that do not change this family's forward pass.")

@@ -57,8 +57,8 @@ class Expr:
             yield from child.walk()
 
     def names(self) -> list[Name]:
-        """Every name in the expression, in order, each time that it occurs."""
-        return [node for node in self.walk() if isinstance(node, Name)]
+        """Every name in the expression, in order, each time that it occurs; `none` is no name of anything."""
+        return [node for node in self.walk() if isinstance(node, Name) and node.dotted != "none"]
 
     def divisors(self) -> list[Name]:
         """The names that the expression divides by: none of them can be 0."""
@@ -289,7 +289,7 @@ class Call(Expr):
 
 @dataclass(frozen=True)
 class Or(Expr):
-    """The first alternative that is neither absent nor null; 0 and false count. All but the last are names."""
+    """The first alternative that is neither absent nor null; 0 and false count. All but the last are names, which may be `none`."""
 
     alternatives: tuple[Expr, ...]
     binding: ClassVar[int] = _OR
@@ -298,7 +298,7 @@ class Or(Expr):
         return self.alternatives
 
     def kind(self, types: Mapping[str, Kind]) -> Kind:
-        kinds = [alternative.kind(types) for alternative in self.alternatives]
+        kinds = [each.kind(types) for each in (self.alternatives[:-1] if self.may_be_none else self.alternatives)]
         if "list" in kinds and set(kinds) != {"list"}:
             odd = self.alternatives[kinds.index("list")]
             odd._fail(f"`{odd.text()}` is a list, and its alternatives are not")
@@ -309,7 +309,12 @@ class Or(Expr):
             assert isinstance(name, Name)
             if values.get(name.dotted) is not None:
                 return name.evaluate(values)
-        return self.alternatives[-1].evaluate(values)
+        return None if self.may_be_none else self.alternatives[-1].evaluate(values)
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether the last alternative is the word `none`: nothing takes the place of what is absent."""
+        return self.alternatives[-1] == Name(("none",), start=0, end=0)
 
     def _render(self, form: _Form) -> str:
         return form.either([alternative._render(form) for alternative in self.alternatives])

@@ -6,11 +6,13 @@ text (`Text`) and parsed later, because `flexgen.ir` owns what names mean. Nothi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from flexgen.spec.checkpoint import Checkpoint
+from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.fields import (
     MAX_ENTRIES,
     Activation,
@@ -92,7 +94,9 @@ class Attention(Entry):
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
-    window: Text = Field("none", description="Keys visible to a query, itself included. `none`: all before it.")
+    window: Text = Field(
+        "none", description="Keys visible to a query, itself included. `none`, or a dim `FIELD or none` where that is null: all before it."
+    )
     chunk: Text = Field("none", description="Positions are cut into chunks this long, and a query sees its own chunk alone.")
     alibi: Text = Field(
         "none", description="Linear biases by distance in place of a rope: what ALiBi's slopes are multiplied by, mostly 1."
@@ -184,8 +188,15 @@ class Mlp(Entry):
     )
 
 
+class RouterGroups(Section):
+    count: Text = Field(description="Groups of equally many experts, in the order of the experts.")
+    keep: Text = Field(description="Groups that a token may choose from: those of the highest rank.")
+    rank: Literal["best_two", "best"] = Field(description="A group's rank: the sum of its two best scores, or its best score.")
+
+
 class Router(Entry):
     weight: TensorName = Field(description="Module of the router.")
+    compute: Literal["model", "fp32"] = Field("model", description="The dtype of the product with `weight`.")
     bias: Text = Field("false", description="Whether the router has a bias.")
     reads: Literal["input", "stream"] = Field(
         "input", description="`stream`: the router reads the stream at the start of this `add`, not the experts' input."
@@ -194,8 +205,25 @@ class Router(Entry):
     score: Literal["softmax", "sigmoid", "none"] = Field(
         "none", description="Turns logits into scores before the choice."
     )
-    after_top_k: Literal["softmax", "none"] = Field("none", description="Applied to the chosen values.")
+    choice_bias: TensorName | Literal["none"] = Field(
+        "none", description="Tensor of one number an expert, added to the scores for the choice alone: weights are made without it."
+    )
+    choice_bias_axes: Literal["expert", "one_expert"] = Field(
+        "expert", description="The axes of that tensor: `one_expert` has a first axis of length 1."
+    )
+    groups: RouterGroups | Literal["none"] = Field("none", description="Experts come in groups, of which a token may use some.")
+    after_top_k: Literal["softmax", "sigmoid", "sparsemixer", "none"] = Field(
+        "none",
+        description=(
+            "Applied to the chosen values. `sparsemixer`: the weight of each choice is its softmax among the scores that are no "
+            "further than `jitter` from it, experts chosen before it left out."
+        ),
+    )
+    jitter: Text = Field("none", description="Of `sparsemixer`: half of how far below the chosen score others may be, over the larger.")
     normalise: Text = Field("false", description="Divide the chosen weights by their sum: true, false or a flag.")
+    normalise_eps: Text = Field("0", description="Added to that sum.")
+    normalise_floor: Text = Field("0", description="The least that the sum counts as.")
+    scale: Text = Field("1", description="Multiplies the weights.")
     gain: TensorName | Literal["none"] = Field(
         "none", description="Tensor of one factor an expert, on the chosen weights."
     )
@@ -242,15 +270,19 @@ class Moe(Entry):
     experts: Text = Field(description="Number of experts.")
     top_k: Text = Field(description="Experts a token uses.")
     size: Text = Field(description="Inner width of one expert.")
-    act: Activation = Field(description="Activation of the gate.")
+    act: Activation = Field(description="Activation of the gate; of up where there is no gate.")
     alpha: Text = Field("none", description="Slope inside the gate's sigmoid: gate * sigmoid(alpha * gate).")
     limit: Text = Field("none", description="Clamp: gate from above, up from both sides.")
     up_offset: Text = Field("0", description="Added to up before the product.")
     router: Router = Field(description="How tokens choose experts.")
-    gate_up: list[Layout] = Field(
-        min_length=1, description="Forms a file may hold gate and up in; the first stacked one is memory's."
+    weights_on: Literal["output", "input"] = Field(
+        "output", description="Whether an expert's weight multiplies what it gives or what it reads."
     )
-    gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up.")
+    gate_up: list[Layout] = Field(
+        [], description="Forms a file may hold gate and up in; the first stacked one is memory's."
+    )
+    up: list[Layout] = Field([], description="In place of `gate_up`, of experts without a gate: act(up), then down.")
+    gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up, or of up alone.")
     down: list[Layout] = Field(min_length=1, description="Forms a file may hold down in.")
     down_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of down.")
 
@@ -339,6 +371,12 @@ class LayerInput(Entry):
     steps: list[Step] = Field(min_length=1, description="Steps from the embedded tokens to all layers' slices.")
 
 
+Filling = Annotated[
+    Annotated[Identifier, Tag("form:name")] | Annotated[Annotated[list[Identifier], Field(min_length=2)], Tag("form:list")],
+    Discriminator(lambda value: "form:list" if isinstance(value, list) else "form:name"),
+]
+"""What fills a slot: a part, `none`, or several parts that are summed."""
+
 SELECTORS = ("all", "pattern", "every", "first", "last", "from", "at", "by")
 
 
@@ -352,12 +390,14 @@ class Rule(Entry):
     last: Text | None = Field(None, description="The last n layers.")
     from_: Text | None = Field(None, alias="from", description="Layers from index n on.")
     at: ConfigPath | None = Field(None, description="A config field that lists layer indices.")
-    by: ConfigPath | None = Field(None, description="A config field that lists one value a layer.")
+    by: ConfigPath | None = Field(None, description="A config field that lists one value a layer: texts, numbers or flags.")
     kind: Identifier | None = Field(None, description="The kind these layers get.")
     kinds: dict[str, Identifier] | None = Field(
-        None, description="With `by`: value to kind. Otherwise: what earlier rules chose to what it becomes."
+        None,
+        min_length=1,
+        description="With `by`: value (text, number, true or false) to kind. Otherwise: what earlier rules chose to what it becomes.",
     )
-    when: ConfigPath | None = Field(None, description="A config flag without which the rule does nothing.")
+    when: ConfigPath | None = Field(None, description="A config flag or number that turns the rule on; absent, false or 0 do not.")
 
     def given(self, selector: str) -> Any:
         """The value of a selector, by the name that a spec calls it by; None where it is not given."""
@@ -373,6 +413,23 @@ class Positions(Section):
     weight: TensorName = Field(description="Module of a table of one row a position, added to the embedded tokens.")
     length: Text = Field(description="Positions that the table has.")
     offset: Text = Field("0", description="Rows before that of position 0.")
+
+
+Rules = Annotated[list[Rule], Field(min_length=1, max_length=MAX_ENTRIES)]
+Schedule = Annotated[
+    Annotated[Rules, Tag("form:list")]
+    | Annotated[Annotated[dict[Identifier, Rules], Field(min_length=1, max_length=MAX_ENTRIES)], Tag("form:slots")],
+    Discriminator(lambda value: "form:slots" if isinstance(value, dict) else "form:list"),
+]
+
+
+@dataclass(frozen=True)
+class RuleList:
+    """A list of rules, where it stands, and the slot that it is for: None where the kinds fill all."""
+
+    slot: str | None
+    path: SpecPath
+    rules: tuple[Rule, ...]
 
 
 class Embedding(Entry):
@@ -416,14 +473,36 @@ class SpecModel(Section):
     layer_inputs: dict[Identifier, LayerInput] = Field(
         {}, max_length=MAX_ENTRIES, description="Values computed once from the tokens, one slice a layer."
     )
-    kinds: dict[Identifier, dict[Identifier, Identifier]] = Field(
-        min_length=1, max_length=MAX_ENTRIES, description="Layer kinds; each fills the block's slots with named parts."
+    kinds: dict[Identifier, dict[Identifier, Filling]] = Field(
+        min_length=1,
+        max_length=MAX_ENTRIES,
+        description=(
+            "Layer kinds; each fills every slot of the block with a named part, a list of parts that are summed, or `none`: what "
+            "calls an empty slot, an `add` or a branch of a `sum`, is left out. Where `schedule` has a list a slot, each fills one slot."
+        ),
     )
-    schedule: list[Rule] = Field(min_length=1, max_length=MAX_ENTRIES, description="Which layer has which kind; later rules win.")
+    schedule: Schedule = Field(
+        description=(
+            "Which layer has which kind: a list of rules, of which later ones win. Or a list of rules for each slot, which cross: a "
+            "layer that is `sliding` by one and `sparse` by the other is of kind `sliding_sparse`."
+        )
+    )
     block: list[BlockPart] = Field(min_length=1, max_length=MAX_ENTRIES, description="What one layer computes, as a sum.")
     embedding: Embedding = Field(description="From token ids to the stream.")
     head: Head = Field(description="From the stream to logits.")
     tiny: dict[str, Any] = Field(description="The smallest config.json that shows every feature of the spec.")
+
+    @property
+    def schedules(self) -> tuple[RuleList, ...]:
+        """The lists of rules: one for whole kinds, or one a slot."""
+        if isinstance(self.schedule, list):
+            return (RuleList(None, ("schedule",), tuple(self.schedule)),)
+        return tuple(RuleList(slot, ("schedule", slot), tuple(rules)) for slot, rules in self.schedule.items())
+
+    @property
+    def rules(self) -> tuple[tuple[SpecPath, Rule], ...]:
+        """Every rule of the schedule, and where it stands."""
+        return tuple(((*each.path, i), rule) for each in self.schedules for i, rule in enumerate(each.rules))
 
 
 SECTIONS_WITH_LIKE = ("norms", "ropes", "attention", "gdn", "mlp", "moe")

@@ -98,3 +98,22 @@ def test_by_refuses_what_it_cannot_place(values, message):
 def test_at_refuses_what_is_no_list_of_indices(indices):
     with pytest.raises(ConfigError):
         schedule.at(indices, "b")
+
+
+def test_by_reads_texts_numbers_and_flags():
+    for values in ([0, 1, 1], [False, True, True], ["0", "1", "1"]):
+        kinds = {"0": "a", "1": "b", "false": "a", "true": "b"}
+        assert schedule.resolve(3, (schedule.by(values, kinds),)) == ("a", "b", "b")
+    for value in (2, None, [0], 1.0):
+        with pytest.raises(ConfigError, match="layer 0 has type"):
+            schedule.resolve(1, (schedule.by([value], {"1": "b"}),))
+
+
+def test_lists_of_two_slots_cross():
+    slots = {
+        "attention": (schedule.pattern(("full", "sliding")),),
+        "feed_forward": (schedule.everywhere("sparse"), schedule.first(1, "dense")),
+    }
+    assert schedule.crossed(3, slots) == ("full_dense", "sliding_sparse", "full_sparse")
+    with pytest.raises(ConfigError, match="layer 1 of 3 gets no kind of feed_forward from the schedule"):
+        schedule.crossed(3, {**slots, "feed_forward": (schedule.first(1, "dense"),)})

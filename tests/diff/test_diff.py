@@ -150,7 +150,7 @@ def test_old_sources_that_this_compiler_refuses(project):
     project.edit("specs/llama.yaml", EPS.replace("before", "never"), EPS)
     report = diff(project, "HEAD")
     assert {(c.where, c.proven) for g in report.groups for c in g.causes} == {("norms.rms.cast", False)}
-    assert "cause: probably specs/llama.yaml: norms.rms.cast (never -> before)" in show.text(report)
+    assert "[1] probably specs/llama.yaml: norms.rms.cast (never -> before)" in show.text(report)
 
 
 def test_many_changes_are_reported_by_file(project, monkeypatch):
@@ -185,7 +185,26 @@ def test_markdown_folds_what_is_long_and_cannot_be_broken_out_of(project):
     text = show.markdown(diff(project, "HEAD"))
     assert text.count("<details>") == 1 and text.count("</details>") == text.count("<details")
     assert "more lines" in text and "````diff" in text
-    assert "templates/merge.py.j2:" in text and text.startswith("**Generated code:** 1 distinct change in 3 architectures")
+    assert "templates/merge.py.j2:" in text and text.startswith("**Generated code:** 1 distinct change of 1 cause in 3 architectures")
+
+
+def test_one_cause_is_one_entry_with_all_its_places(project):
+    project.commit()
+    project.edit("specs/llama.yaml", EPS, EPS.replace("before", "after"))
+    project.edit("templates/merge.py.j2", "MERGES:", "# Another line.\nMERGES:")
+    report = diff(project, "HEAD")
+    assert len(report.entries) < len(report.groups) and sum(entry.hunks for entry in report.entries) == sum(
+        len(group.hunks) for group in report.groups
+    )
+    llama = next(entry for entry in report.entries if entry.architectures == ["llama"])
+    assert llama.hunks > 2 and llama.bookkeeping and all(not group.first.is_bookkeeping for group in llama.groups)
+    text = show.text(report)
+    table = text.split("\n[1] ")[0]
+    assert table.count("specs/llama.yaml: norms.rms.cast (before -> after)") == 1 and "templates/merge.py.j2:" in table
+    assert "  imports of walker.py, llama: -from" in text.split("norms.rms.cast (before -> after)\n")[2]
+    page = show.markdown(report)
+    assert "<details open" not in page and page.count("<details>") == len(report.entries)
+    assert len(page) < 65_536
 
 
 def test_refusals(project, tmp_path_factory):

@@ -145,8 +145,8 @@ def test_logprobs_hold_the_token_its_rank_and_the_most_likely_ones(talker):
 def test_arguments_act_or_raise_by_name():
     toy = Toy()
     bare = {"skip_tokenizer_init": True, "max_model_len": 32, "num_gpu_blocks_override": 8, "max_num_seqs": 2}
-    with pytest.raises(TypeError, match="swap_space"):
-        LLM(toy, swap_space=4, **bare)
+    with pytest.raises(TypeError, match="'swap_spac'; did you mean 'swap_space'"):
+        LLM(toy, swap_spac=4, **bare)
     with pytest.raises(NotImplementedError, match="tensor_parallel_size=2"):
         LLM(toy, tensor_parallel_size=2, **bare)
     LLM(toy, tensor_parallel_size=1, quantization=None, trust_remote_code=False, model_impl="vllm", **bare)

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from flexgen.assets import root
+from flexgen.runtime.surface import page
 from flexgen.spec.diagnostics import SpecError
 from flexgen.spec.load import parse_spec
 from flexgen.spec.reference import diagnostics_catalogue, spec_reference
@@ -52,3 +53,4 @@ def test_editor_and_check_agree_on_broken_shapes(good, bad):
 def test_reference_pages_are_checked_in():
     assert (root("docs") / "spec.md").read_text() == spec_reference()
     assert (root("docs") / "diagnostics.md").read_text() == diagnostics_catalogue()
+    assert (root("docs") / "vllm.md").read_text() == page()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen.contract.configs import look
+from flexgen.contract.ignored import NO_EFFECT
 from flexgen.ir.tiny.reads import CODES, DEFAULTS, REQUIRE, TINY, Tiny
 from flexgen.ir.tiny.ropes import check_rope
 from flexgen.ir.tiny.values import TYPES, has, names, same_type, shown, words
@@ -52,6 +53,8 @@ def check_fields(tiny: Tiny, node: dict[str, Any], prefix: str, at: SpecPath, pl
 
 
 def _unread(tiny: Tiny, field: str, at: SpecPath, place: SpecPath, names: set[str]) -> None:
+    if place == TINY and not {field, field.split(".")[0]}.isdisjoint({*NO_EFFECT, *tiny.model.checkpoint.ignore}):
+        return
     near = nearest(field, {*names, "model_type"} if place == TINY else names)
     if near and is_slip(tiny, near, field):
         misread(tiny, near, reader(tiny, near)[-1], field)

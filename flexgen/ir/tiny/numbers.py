@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen.contract.configs import holds, look
-from flexgen.contract.heads import MULTIPLES, is_multiple
+from flexgen.contract.heads import BEST, MULTIPLES, groups_fault, is_multiple
 from flexgen.ir.tiny.fields import is_slip, misread
 from flexgen.ir.tiny.reads import DEFAULTS, REQUIRE, TINY, Tiny
 from flexgen.ir.tiny.values import has, shown
 from flexgen.spec.diagnostics import SpecPath, nearest
 from flexgen.spec.expressions import ExpressionError, Name, Or, parse
+from flexgen.spec.models import RouterGroups
 
 
 def check_fences(tiny: Tiny) -> None:
@@ -54,6 +55,19 @@ def evaluate_dims(tiny: Tiny) -> dict[str, Any]:
                 tiny.problems.add("SPEC024", f"`tiny` {shown}", TINY, key=True, help=help, note=note)
             values[name] = 1
     return values
+
+
+def check_groups(tiny: Tiny, values: dict[str, Any]) -> None:
+    """Experts that do not make the groups that their router tells apart."""
+    for name, entry in tiny.model.moe.items():
+        groups = entry.router.groups
+        if isinstance(groups, RouterGroups):
+            texts = (entry.experts, groups.count, groups.keep)
+            experts, count, keep = (parse(text).evaluate(values) for text in texts)
+            fault = groups_fault(experts, count, keep, BEST[groups.rank], parse(entry.top_k).evaluate(values))
+            if fault:
+                note = ("read here", ("moe", name, "router", "groups"))
+                tiny.problems.add("SPEC024", f"`tiny` does not fit `{name}`: {fault}", TINY, key=True, note=note)
 
 
 def check_head_counts(tiny: Tiny, values: dict[str, Any]) -> None:

@@ -63,9 +63,8 @@ class Tiny:
         return [name.dotted for name in self.scope.exprs[dim].names() if name.dotted not in earlier]
 
     def _schedule_reads(self) -> Iterator[tuple[str, Read]]:
-        for index, rule in enumerate(self.model.schedule):
-            at: SpecPath = ("schedule", index)
-            for field, want in (("when", "bool"), ("at", "indices"), ("by", "values")):
+        for at, rule in self.model.rules:
+            for field, want in (("when", "number"), ("at", "indices"), ("by", "values")):
                 if getattr(rule, field) is not None:
                     yield getattr(rule, field), Read(want, (*at, field))
             for field in ("every", "first", "last", "from"):

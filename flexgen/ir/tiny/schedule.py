@@ -23,20 +23,21 @@ def check_schedule(tiny: Tiny, values: dict[str, Any]) -> None:
                 near = nearest(field, {*tiny.model.tiny, *tiny.model.checkpoint.defaults})
                 help = f"did you mean `{near}`?" if near else f"give `{field}` in `tiny`"
                 tiny.problems.add("SPEC024", message, read.path, help=help)
-    for index, rule in enumerate(tiny.model.schedule):
+    for at, rule in tiny.model.rules:
         for value in rule.kinds or () if rule.by else ():
-            if value not in (look(tiny.config, rule.by or "") or [value]):
+            if value not in map(layer_kinds.written, look(tiny.config, rule.by or "") or [value]):
                 message = f"no layer of `tiny` has `{value}` in `{rule.by}`"
-                tiny.problems.add("SPEC024", message, ("schedule", index, "kinds", value), key=True)
-    flags = dict.fromkeys(rule.when for rule in tiny.model.schedule if rule.when)
+                tiny.problems.add("SPEC024", message, (*at, "kinds", value), key=True)
+    flags = dict.fromkeys(rule.when for _, rule in tiny.model.rules if rule.when)
     if len(tiny.problems.found) > before:
         return
     seen: set[str] = set()
     for flag in (None, *flags):
         turned = {} if flag is None else {flag: not look(tiny.config, flag)}
         try:
-            rules = [_rule(tiny, rule, values, turned) for rule in tiny.model.schedule]
-            seen.update(layer_kinds.resolve(values["layers"], rules))
+            for each in tiny.model.schedules:
+                rules = [_rule(tiny, rule, values, turned) for rule in each.rules]
+                seen.update(layer_kinds.resolve(values["layers"], rules))
         except ConfigError as error:
             tiny.problems.add("SPEC024", f"`tiny` does not fit the schedule: {error}", TINY, key=True)
             return

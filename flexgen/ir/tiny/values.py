@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "number": ("a number or a flag", lambda value: isinstance(value, int | float)),
     "indices": ("a list of layer indices", lambda value: isinstance(value, list) and all(map(_is_int, value))),
-    "values": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)),
+    "values": ("a list of texts, numbers or flags", lambda value: isinstance(value, list) and all(isinstance(v, str | int) for v in value)),
 }
 
 
@@ -30,7 +30,7 @@ TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType({
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "number": ("a number or a flag", lambda value: isinstance(value, int | float)),
     "indices": ("a list of layer indices", lambda value: isinstance(value, list) and all(map(_is_int, value))),
-    "values": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)),
+    "values": ("a list of texts, numbers or flags", lambda value: isinstance(value, list) and all(isinstance(v, str | int) for v in value)),
 })
 """What a field is read as: what it must be, in words and as a test."""
 

@@ -118,6 +118,17 @@ class Graphs:
         self._place(drawing)
         return self._draw(size, features)
 
+    @torch.no_grad()
+    def renew(self, at_once: bool) -> None:
+        """Forget the captured forward passes, since they read tensors in whose place others are now; draws stay.
+
+        at_once: capture them again now, else each when it is next met. No request may be running.
+        """
+        self._forwards.clear()
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self.step.tensors()}
+        if at_once:
+            self.capture_all(())
+
     def check_addresses(self) -> None:
         """Raise if a tensor that a graph reads has moved since it was captured."""
         now = {name: tensor.data_ptr() for name, tensor in self.step.tensors()}

@@ -16,6 +16,7 @@ from flexgen.contract.ignored import NO_EFFECT
 from flexgen.contract.json_files import listed, read_object, shown
 from flexgen.contract.quantised import QUANTISED, WAYS_OUT, quantised
 from flexgen.contract.rope_parameters import is_finite
+from flexgen.contract.synonyms import SYNONYMS
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.rope import Rope
 
@@ -30,11 +31,23 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.exists():
         if path.parent.is_file():
             raise ConfigError(f"{path.parent} is a file: give its directory")
+        if (adapter := directory / "adapter_config.json").exists():
+            base = read_object(adapter).get("base_model_name_or_path")
+            raise ConfigError(f"{directory} is an adapter, of {shown(base)}: load that model, and the adapter onto it")
         raise ConfigError(
-            f"{path} is missing: a checkpoint is a local directory with config.json and safetensors files, "
-            "and nothing is downloaded"
+            f"{path} is missing: a checkpoint is a directory with config.json and safetensors files, or a name on the Hub such "
+            "as Qwen/Qwen3-0.6B"
         )
     return read_object(path)
+
+
+def overridden(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A raw config with other values in place; objects are merged field by field. Raises ConfigError."""
+    if overrides is None:
+        return config
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"hf_overrides is {shown(overrides)}, and must be a dict of fields")
+    return merged(dict(overrides), config)
 
 
 class Config:
@@ -81,6 +94,14 @@ class Config:
         if isinstance(value, bool) or not is_finite(value):
             raise ConfigError(f"{path} is {shown(value)}, and must be a finite number")
         return float(value)
+
+    def int_or_none(self, *paths: str) -> builtins.int | None:
+        """As `int`, None where every path is absent or null."""
+        return None if self._present(paths, None)[1] is None else self.int(*paths)
+
+    def float_or_none(self, *paths: str) -> builtins.float | None:
+        """As `float`, None where every path is absent or null."""
+        return None if self._present(paths, None)[1] is None else self.float(*paths)
 
     def flag(self, *paths: str, default: Any = _MISSING) -> bool:
         """True or false."""
@@ -146,6 +167,10 @@ class Config:
         """The kind of each layer."""
         return schedules.resolve(layers, rules)
 
+    def crossed(self, layers: builtins.int, slots: Mapping[str, Sequence[schedules.Rule]]) -> tuple[str, ...]:
+        """The kind of each layer, made of one for each slot."""
+        return schedules.crossed(layers, slots)
+
     def _first(self, paths: Sequence[str], default: Any, nonzero: bool = False) -> tuple[str, Any]:
         path, value = self._present(paths, default)
         if nonzero and value == 0:
@@ -163,7 +188,12 @@ class Config:
             return found
         if default is not _MISSING:
             return paths[0], default
-        raise ConfigError(f"config.json lacks {' and '.join(paths)}, and the spec gives no default")
+        raise ConfigError(f"config.json lacks {' and '.join(paths)}, and the spec gives no default{self._other_name(paths)}")
+
+    def _other_name(self, paths: Sequence[str]) -> str:
+        """A hint at a field that other families, or transformers when it writes the file, give what the spec looks for."""
+        other = next((name for path in paths for name in SYNONYMS.get(path, ()) if look(self.values, name) is not None), None)
+        return f". It has {other}, which is often the same number: if so, let the spec read `{paths[0]} or {other}`" if other else ""
 
     def _layers(self, path: str) -> Any:
         """`layers.VALUE.field`: the field in every layer whose scheduled value is VALUE, which must agree.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from flexgen.contract.weights import Weight, below
 from flexgen.errors import ConfigError
 from flexgen.runtime.loading.checkpoint import Checkpoint, LoadReport, check_tied, fill
 from flexgen.runtime.loading.checks import check_memory, check_sizes, check_state
-from flexgen.runtime.loading.config import check_ignored, check_packed, read_config
+from flexgen.runtime.loading.config import check_ignored, check_packed, overridden, read_config
 from flexgen.runtime.loading.package import Package, choose, load_package
 from flexgen.runtime.transfer import Staging
 
@@ -38,6 +38,8 @@ class Model:
     missing_weights  tensors without which an update that failed half-way leaves a mixture
     mixers    per layer, the entries that keep state; `state` says what each keeps
     routers   per layer, where each router leaves a token's experts on request, and how many it chooses
+    pristine  by layer and role, the weight itself where the layer reads another tensor that is made of it
+    follow    makes anew, after every update, what others made of the weights
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Model:
         self.missing_weights: set[str] = set()
         self.head_dtype: torch.dtype | None = None
         self._stored_head: Tensor | None = None
+        self.pristine: dict[tuple[Layer, str], Tensor] = {}
+        self.follow: Callable[[], object] | None = None
         self.state: dict[str, State] = package.attention.state(dims)
         self.mixers: list[tuple[str, ...]] = [package.walker.MIXERS[kind] for kind in dims.kinds]
         self._tables = {kind: self._rows(kind) for kind in ("model", *dict.fromkeys(dims.kinds))}
@@ -84,11 +88,14 @@ class Model:
         allow_edited: bool = False,
         head_dtype: str | torch.dtype | None = None,
         mamba_ssm_cache_dtype: str = "auto",
+        hf_overrides: Mapping[str, Any] | None = None,
     ) -> Model:
         """Load a Hugging Face directory. `load_format="dummy"` needs config.json alone and draws random weights.
 
         `head_dtype="float32"` keeps a second copy of the head in fp32, for logits that are not rounded to the model's dtype.
         `mamba_ssm_cache_dtype` is that of recurrent state, where it is not the model's own; `auto` is what the spec says.
+
+        `hf_overrides` are fields in place of config.json's; nested ones are merged.
 
         A package, shipped or `generated`, is code that runs here; `allow_edited` runs one that was edited by hand too.
 
@@ -98,7 +105,7 @@ class Model:
         if load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format is {shown(load_format)}, and must be one of {', '.join(LOAD_FORMATS)}")
         directory = Path(path).expanduser()
-        raw = read_config(directory)
+        raw = overridden(read_config(directory), hf_overrides)
         package = load_package(choose(raw, spec, generated), allow_edited)
         config = normalise(raw, package.manifest["text_config"])
         dims = _dims(package, config, ignore_config)
@@ -154,7 +161,23 @@ class Model:
         """A weight as updates write it, which for the head need not be what is multiplied."""
         if self._stored_head is not None and layer is self.weights and weight.kind == "head":
             return self._stored_head
-        return getattr(layer, weight.role)
+        owner = weight.same_as or weight.role  # a tied head that an adapter unties reads a tensor of its own
+        return self.pristine.get((layer, owner), getattr(layer, owner))
+
+    @torch.no_grad()
+    def shadow(self, layer: Layer, weight: Weight) -> bool:
+        """Let the layer read a copy of a weight, which a merge may then change. -> whether it is new: a graph reads the old one."""
+        if (layer, weight.role) in self.pristine or (weight.kind == "head" and self._stored_head is not None):
+            return False
+        stored = getattr(layer, weight.role)
+        setattr(layer, weight.role, torch.empty_like(stored).copy_(stored))
+        self.pristine[layer, weight.role] = stored
+        return True
+
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of the copies that layers read in place of a weight."""
+        return sum(getattr(layer, role).nbytes for layer, role in self.pristine)
 
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the weights, each storage once, and of what is derived of them."""
@@ -203,6 +226,8 @@ class Model:
             (head,) = (weight.role for weight in self.table("model") if weight.kind == "head")
             with torch.no_grad():
                 getattr(self.weights, head).copy_(self._stored_head)
+        if self.follow is not None:
+            self.follow()
 
     def make_rope_tables(self, length: int) -> None:
         """Rotary tables for positions below `length`, shared by all layers of an entry."""
@@ -271,7 +296,8 @@ def _device(wanted: str | torch.device | None) -> torch.device:
 def _dtype(
     wanted: str | torch.dtype, config: dict[str, Any], raw: dict[str, Any], what: str = "dtype"
 ) -> torch.dtype:
-    """The dtype asked for; `auto` takes config.json's, and fp32 where it has none."""
+    """The dtype asked for; `auto` takes config.json's, and fp32 where it has none. vLLM's `half` and `float` are taken."""
+    wanted = {"half": "float16", "float": "float32"}.get(wanted, wanted) if isinstance(wanted, str) else wanted
     listed = ", ".join(DTYPES)
     if not isinstance(wanted, str | torch.dtype):
         raise ValueError(f"{what} is {shown(wanted)}, and must be auto or one of {listed}")

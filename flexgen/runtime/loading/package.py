@@ -91,7 +91,7 @@ def _of_spec(spec: str, packages: Mapping[str, Path]) -> Path:
         for folder in packages.values():
             if Path(read_manifest(folder)["source"]).name == file.name:
                 return folder
-    raise ConfigError(f"no generated package {shown(spec)}: run `flexgen build {spec}`; there are {', '.join(packages)}")
+    raise ConfigError(f"no generated package {shown(spec)}: run `flexgen build SPEC`; there are {', '.join(packages)}")
 
 
 def _ruled_out(folder: Path, raw: Mapping[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ ROUTED_TOKENS = 256
 
 @dataclass(frozen=True)
 class Gate:
-    """What lies between an expert's two matmuls: (up + up_offset) * glu(gate), with both clamped first.
+    """What lies between an expert's two matmuls: (up + up_offset) * glu(gate), with both clamped first; ungated act(up) alone.
 
     limit: gate is clamped above by it, up to [-limit, limit]; None does not clamp.
     alpha: glu is gate * sigmoid(alpha * gate); None takes the activation `act`.
@@ -37,6 +37,11 @@ class Gate:
     alpha: float | None = None
     limit: float | None = None
     up_offset: float = 0.0
+    gated: bool = True
+
+    def between(self, h: Tensor, interleaved: bool) -> Tensor:
+        """(…, J) to (…, I): what the second matmul reads of what the first gives."""
+        return self(*split_gate_up(h, interleaved)) if self.gated else ACTIVATIONS[self.act](h)
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
@@ -88,7 +93,8 @@ def grouped(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate
     every_E = torch.arange(count, dtype=torch.int16, device=x_TD.device)
     offsets_E = torch.searchsorted(sorted_M, every_E, right=True, out_int32=True)
     gate_up, down = (w.transpose(1, 2) if weights.layout == "out_in" else w for w in (weights.gate_up, weights.down))
-    between, last = (_gated_cuda, _placed_cuda) if x_TD.is_cuda else (_gated, _placed)
+    between = _gated_cuda if x_TD.is_cuda and _kernels_know(gate) else _gated
+    last = _placed_cuda if x_TD.is_cuda else _placed
     h_MJ = F.grouped_mm(x_TD[order_M // choices], gate_up, offs=offsets_E)
     y_MD = F.grouped_mm(between(h_MJ, sorted_M, weights, gate), down, offs=offsets_E)
     return last(y_MD, sorted_M, order_M, weights.down_bias).unflatten(0, (-1, choices))
@@ -98,7 +104,7 @@ def _gated(h_MJ: Tensor, experts_M: Tensor, weights: ExpertWeights, gate: Gate) 
     """What lies between an expert's two products, (M, I)."""
     if weights.gate_up_bias is not None:
         h_MJ = h_MJ + weights.gate_up_bias[experts_M.long()]
-    return gate(*split_gate_up(h_MJ, weights.interleaved))
+    return gate.between(h_MJ, weights.interleaved)
 
 
 def _gated_cuda(h_MJ: Tensor, experts_M: Tensor, weights: ExpertWeights, gate: Gate) -> Tensor:
@@ -129,11 +135,16 @@ def each(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -
     return out_TKD
 
 
-def _serves_routed(x_TD: Tensor, weights: ExpertWeights) -> bool:
-    return x_TD.shape[0] <= ROUTED_TOKENS
+def _kernels_know(gate: Gate) -> bool:
+    """Whether the Triton kernels compute it: a gate, of an activation that they have (`kernels/activations.py`)."""
+    return gate.gated and (gate.alpha is not None or gate.act in ("silu", "gelu", "gelu_tanh", "relu"))
 
 
-def _serves_grouped(x_TD: Tensor, weights: ExpertWeights) -> bool:
+def _serves_routed(x_TD: Tensor, weights: ExpertWeights, gate: Gate) -> bool:
+    return x_TD.shape[0] <= ROUTED_TOKENS and _kernels_know(gate)
+
+
+def _serves_grouped(x_TD: Tensor, weights: ExpertWeights, gate: Gate) -> bool:
     """bf16, and strides of 16 bytes throughout, which grouped_mm wants."""
     step = 16 // x_TD.element_size()
     strides = (*weights.gate_up.stride()[:2], *weights.down.stride()[:2], weights.inner, x_TD.shape[1])
@@ -142,17 +153,17 @@ def _serves_grouped(x_TD: Tensor, weights: ExpertWeights) -> bool:
 
 Backend = Callable[[Tensor, Tensor, ExpertWeights, Gate], Tensor]
 
-BACKENDS: tuple[tuple[Callable[[Tensor, ExpertWeights], bool], Backend], ...] = (
+BACKENDS: tuple[tuple[Callable[[Tensor, ExpertWeights, Gate], bool], Backend], ...] = (
     (_serves_routed, routed),
     (_serves_grouped, grouped),
-    (lambda x_TD, weights: True, each),
+    (lambda x_TD, weights, gate: True, each),
 )
 """The first that serves is taken, each time anew: compiled code does not depend on which."""
 
 
-def choose(x_TD: Tensor, weights: ExpertWeights) -> Backend:
-    """The backend for these tokens; only shapes, dtypes and strides decide."""
-    return next(run for serves, run in BACKENDS if serves(x_TD, weights))
+def choose(x_TD: Tensor, weights: ExpertWeights, gate: Gate) -> Backend:
+    """The backend for these tokens; only shapes, dtypes, strides and the gate decide."""
+    return next(run for serves, run in BACKENDS if serves(x_TD, weights, gate))
 
 
 def loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -> Tensor:
@@ -168,7 +179,7 @@ def loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: ExpertWe
 
 def _mlp(x: Tensor, expert: int, weights: ExpertWeights, gate: Gate) -> Tensor:
     h = _linear(x, weights.gate_up, weights.gate_up_bias, expert, weights.layout)
-    h = gate(*split_gate_up(h, weights.interleaved))
+    h = gate.between(h, weights.interleaved)
     return _linear(h, weights.down, weights.down_bias, expert, weights.layout)
 
 

@@ -9,6 +9,7 @@ Shape suffixes: T tokens, D model width, I inner width of an expert, E experts, 
 from __future__ import annotations
 
 from functools import reduce
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,9 +49,39 @@ def _top_k_fake(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 define_op("top_k", cpu=_top_k_cpu, cuda=_top_k_cuda, fake=_top_k_fake)
 
 
-def renormalise(weights_TK: Tensor, on: bool) -> Tensor:
-    """Each token's routing weights over their sum; `on` False leaves them."""
-    return weights_TK / weights_TK.sum(dim=-1, keepdim=True) if on else weights_TK
+def keep_groups(scores_TE: Tensor, groups: int, keep: int, best: int) -> Tensor:
+    """Scores with minus infinity outside the `keep` groups of experts whose `best` scores have the highest sums."""
+    scores_TGe = scores_TE.unflatten(-1, (groups, -1))
+    best_Nb, _ = torch.ops.flexgen.top_k(scores_TGe.flatten(0, 1), best)
+    rank_TG = best_Nb.sum(dim=-1).unflatten(0, (-1, groups))
+    _, kept_TK = torch.ops.flexgen.top_k(rank_TG, keep)
+    is_kept_TG = torch.zeros_like(rank_TG, dtype=torch.bool).scatter(1, kept_TK, True)
+    return scores_TGe.masked_fill(~is_kept_TG[..., None], -torch.inf).flatten(1)
+
+
+def sparsemixer(scores_TE: Tensor, experts_TK: Tensor, jitter: float) -> Tensor:
+    """The weight of each choice, best first: its softmax among near scores (Liu et al. 2024, arXiv:2409.12136, without noise).
+
+    Scores count as near that are at most 2 * jitter below the chosen one, relative to the larger of both. Experts chosen
+    before it are left out, so that the weights of a token do not sum to one.
+    """
+    weights, left_TE = [], scores_TE
+    for expert_T1 in experts_TK.split(1, dim=-1):
+        best_T1 = scores_TE.gather(1, expert_T1)
+        far_TE = (best_T1 - scores_TE) / scores_TE.abs().clamp(min=best_T1) > 2 * jitter
+        near_TE = torch.softmax(left_TE.masked_fill(far_TE, -torch.inf), dim=-1)
+        weights.append(near_TE.gather(1, expert_T1))
+        left_TE = left_TE.scatter(1, expert_T1, -torch.inf)
+    return torch.cat(weights, dim=-1)
+
+
+def renormalise(weights_TK: Tensor, on: bool, eps: float = 0.0, floor: float = 0.0) -> Tensor:
+    """Each token's routing weights over their sum, plus `eps` and at least `floor`; `on` False leaves them."""
+    if not on:
+        return weights_TK
+    sum_T1 = weights_TK.sum(dim=-1, keepdim=True)
+    sum_T1 = sum_T1 + eps if eps else sum_T1
+    return weights_TK / (sum_T1.clamp(min=floor) if floor else sum_T1)
 
 
 def experts(
@@ -63,6 +94,8 @@ def experts(
     act: str = "silu",
     layout: Layout,
     interleaved: bool = False,
+    gated: bool = True,
+    weights_on: Literal["output", "input"] = "output",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     alpha: float | None = None,
@@ -72,10 +105,20 @@ def experts(
     """The routed MLPs of each token, weighted and summed: (T, D) in x's dtype.
 
     weights_TK may be fp32 in a 16-bit model: the product with them is then fp32. Biases: (E, 2I) and (E, D).
+    `weights_on` "input": what an expert reads is weighted, not what it gives. `gated` False: gate_up holds up alone, J = I.
     On a host it is the reference, which rounds where transformers does.
     """
     weights = ExpertWeights(gate_up, down, layout, interleaved, gate_up_bias, down_bias)
-    packed = (*flat(weights), *flat(Gate(act, alpha, limit, up_offset)))
+    gate = Gate(act, alpha, limit, up_offset, gated)
+    if weights_on == "output":
+        return _weighted(x_TD, weights_TK, experts_TK, weights, gate)
+    x_MD = (x_TD[:, None] * weights_TK[..., None]).to(x_TD.dtype).flatten(0, 1)  # each route is a token with one expert
+    y_MD = _weighted(x_MD, torch.ones_like(x_MD[:, :1]), experts_TK.flatten()[:, None], weights, gate)
+    return y_MD.unflatten(0, (-1, experts_TK.shape[1])).float().sum(dim=1).to(x_TD.dtype)
+
+
+def _weighted(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -> Tensor:
+    packed = (*flat(weights), *flat(gate))
     if _takes_reference(x_TD):
         return torch.ops.flexgen.experts_loop(x_TD, weights_TK, experts_TK, *packed)
     outputs_TKD = torch.ops.flexgen.expert_outputs(x_TD, experts_TK, *packed)
@@ -87,7 +130,7 @@ def _takes_reference(x_TD: Tensor) -> bool:
 
 
 def _expert_outputs(x_TD: Tensor, experts_TK: Tensor, weights: ExpertWeights, gate: Gate) -> Tensor:
-    return choose(x_TD, weights)(x_TD, experts_TK, weights, gate)
+    return choose(x_TD, weights, gate)(x_TD, experts_TK, weights, gate)
 
 
 def _expert_outputs_fake(x_TD: Tensor, experts_TK: Tensor, *_: object) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from flexgen.contract.json_files import shown
 from flexgen.runtime.options import EngineOptions
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.requests.request import Request, RequestGroup
@@ -47,7 +48,13 @@ class Admission:
         self._seeds = random.Random(self.options.seed)
 
     def admit(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, prompt: str | None, timeout: float | None
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None,
+        timeout: float | None,
+        priority: int = 0,
     ) -> RequestGroup:
         """The n requests for one prompt, not queued yet. `params` are as `check_params` returned them."""
         ids = self._check_prompt(prompt_ids)
@@ -57,7 +64,20 @@ class Admission:
         deadline = _deadline(timeout)
         base = self._seeds.getrandbits(63) if params.seed in (None, -1) else int(params.seed)
         requests = [self._request(ids, params, base + child, limit, deadline) for child in range(params.n)]
+        for request in requests:
+            request.priority = priority
         return RequestGroup(request_id, prompt, ids, params, requests)
+
+    def check_priorities(self, priorities: Sequence[int] | None, prompts: int) -> list[int]:
+        """The priority of each of so many prompts. Raises ValueError."""
+        if priorities is None:
+            return [0] * prompts
+        given = list(priorities)
+        if len(given) != prompts or not all(type(each) is int for each in given):
+            raise ValueError(f"priority is {shown(priorities)}, and must be {prompts} ints, one for each prompt")
+        if any(given) and self.options.scheduling_policy != "priority":
+            raise ValueError("priority has an effect with LLM(scheduling_policy='priority') only")
+        return given
 
     def check_params(self, params: SamplingParams) -> SamplingParams:
         """A copy that stays as it is. Raises ValueError for what this engine cannot do."""
@@ -73,8 +93,11 @@ class Admission:
         if params.allowed_token_ids is not None and min(params.allowed_token_ids) >= self.tokens.vocab:
             raise ValueError(f"allowed_token_ids allows only padding ids (the tokenizer has {self.tokens.vocab})")
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.vocab:
-                raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary of {self.vocab}")
+            wanted, most = getattr(params, name) or 0, self.options.max_logprobs
+            if wanted > self.vocab:
+                raise ValueError(f"{name}={wanted} is more than the vocabulary of {self.vocab}")
+            if most not in (None, -1) and not 0 <= wanted <= most:
+                raise ValueError(f"{name}={wanted} is more than max_logprobs={most} of this engine")
         if params.return_routed_experts and self.recorded is None:
             known = "give LLM(enable_return_routed_experts=True), which has every step record them"
             raise ValueError(

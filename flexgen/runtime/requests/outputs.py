@@ -73,6 +73,24 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestStateStats:
+    """When what happened to a request. All but `arrival_time` are seconds of `time.monotonic`, 0 for what has not been yet.
+
+    arrival_time  seconds since 1970
+    queued_ts, scheduled_ts, first_token_ts, last_token_ts  it was queued, first ran, drew its first and its last token
+    first_token_latency  seconds from queued to the first token
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
+@dataclass
 class RequestOutput:
     """All answers to one prompt. `prompt_logprobs[0]` is None: nothing precedes the first token."""
 
@@ -84,7 +102,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     lora_request: LoRARequest | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
 
 class GenerationError(FlexgenError):

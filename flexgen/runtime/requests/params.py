@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flexgen.contract.json_files import shown
+from flexgen.runtime.surface import NEUTRAL_FIELDS, check_neutral
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
@@ -119,6 +120,22 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] | None = None
     skip_reading_prefix_cache: bool | None = None
     return_routed_experts: bool | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    skip_clone: bool = False
+    output_text_buffer_length: int = 0
+    extra_args: Mapping[str, Any] | None = None
+    routed_experts_prompt_start: int = 0
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Parameters of which some are None, which stands for the default; ids of `logit_bias` may be text."""
+        if fields.get("logit_bias") is not None:
+            fields["logit_bias"] = {int(token): min(100.0, max(-100.0, bias)) for token, bias in fields["logit_bias"].items()}
+        optional = {"max_tokens"}
+        return cls(**{name: value for name, value in fields.items() if value is not None or name in optional})
 
     def __post_init__(self) -> None:
         self.validate()
@@ -164,6 +181,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         _instance("output_kind", self.output_kind, RequestOutputKind)
+        for name, neutral in NEUTRAL_FIELDS.items():
+            check_neutral(name, getattr(self, name), neutral)
         for name in ("return_routed_experts", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ValueError(f"{name} must be True, False or None, got {shown(getattr(self, name))}")

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from flexgen.contract.json_files import shown
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.requests.tokens import Tokens
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt`, if given, is its text, for the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""

@@ -5,12 +5,13 @@ Admission makes them; scheduler, tables, sampler and engine each write the field
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexgen.runtime.requests.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from flexgen.runtime.requests.outputs import CompletionOutput, RequestOutput, RequestStateStats, TokenLogprobs
 from flexgen.runtime.requests.params import RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.stops import Detokenizer, StopRules
 
@@ -32,6 +33,8 @@ class Request:
     trimmed     per page group, blocks before this index are freed
     routes      the experts of each position, where asked for, and `routes_known`, of how many positions they are known;
                 `shared_routes` are rows of other requests that belong in it, from a position on: cached blocks
+    priority    lower ones run first; among equals, those that came first
+    scheduled_at, first_token_at, last_token_at  seconds of time.monotonic; 0: not yet
     hashes      chain hash of each full block of `tokens`, and `registered`, how many of them the prefix cache knows
     """
 
@@ -45,6 +48,7 @@ class Request:
     rules: HostRules | None = None
     detokenizer: Detokenizer | None = None
     deadline: float | None = None
+    priority: int = 0
 
     tokens: list[int] = field(default_factory=list)
     length: int = field(init=False)
@@ -69,6 +73,9 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens, self.length = list(self.prompt), len(self.prompt)
@@ -77,6 +84,11 @@ class Request:
             self.logprobs = []
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among requests: those with a lower one go first."""
+        return self.priority, self.index
 
     @property
     def unread(self) -> int:
@@ -116,6 +128,8 @@ class Request:
     def take(self, token: int, logprob: float, listed: TokenLogprobs | None) -> None:
         """Append one confirmed token, and end where it says so. `listed`: what is returned of its position."""
         self.tokens.append(token)
+        self.last_token_at = time.monotonic()
+        self.first_token_at = self.first_token_at or self.last_token_at
         if self.logprobs is not None:
             assert listed is not None
             self.logprobs.append(listed)
@@ -190,6 +204,8 @@ class RequestGroup:
     params: SamplingParams
     requests: list[Request]
     version: int = 0
+    arrival_time: float = field(default_factory=time.time)
+    queued_at: float = field(default_factory=time.monotonic)
     _sent: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     @property
@@ -212,6 +228,22 @@ class RequestGroup:
             finished=self.finished,
             prompt_logprobs=first.prompt_logprobs,
             num_cached_tokens=first.cached_tokens,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestStateStats:
+        began, first_token = (
+            min(filter(None, (getattr(request, name) for request in self.requests)), default=0.0)
+            for name in ("scheduled_at", "first_token_at")
+        )
+        return RequestStateStats(
+            num_generation_tokens=sum(request.produced for request in self.requests),
+            arrival_time=self.arrival_time,
+            queued_ts=self.queued_at,
+            scheduled_ts=began,
+            first_token_ts=first_token,
+            last_token_ts=max(request.last_token_at for request in self.requests),
+            first_token_latency=first_token - self.queued_at if first_token else 0.0,
         )
 
     def _completion(self, index: int, request: Request, delta: bool) -> CompletionOutput:

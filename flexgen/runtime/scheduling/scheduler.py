@@ -1,12 +1,14 @@
-"""Which requests run in the next step, and how many tokens of each: first come, first served. The engine asks before each step.
+"""Which requests run in the next step, and how many tokens of each: first come, first served, but for priorities. The engine
+asks before each step.
 
-Running requests go first, oldest first: one token for those that decode, a chunk of the rest for those in prefill. Then
-waiting ones enter while slots, pages and the token budget last. When pages run out, the youngest running request goes
-back to the waiting ones; it keeps its tokens and is computed again later. The oldest can always run, so all end.
+Running requests go first, in order: one token for those that decode, a chunk of the rest for those in prefill. Then
+waiting ones enter while slots, pages and the token budget last. When pages run out, the last running request goes
+back to the waiting ones; it keeps its tokens and is computed again later. The first can always run, so all end.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -47,7 +49,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting and running requests. Both lists are kept in order of arrival."""
+    """Waiting and running requests. Both lists are kept in their order: by priority, then by arrival."""
 
     def __init__(self, tables: BlockTables, max_num_seqs: int, max_num_batched_tokens: int, metrics: Metrics) -> None:
         self.tables, self.metrics = tables, metrics
@@ -57,7 +59,7 @@ class Scheduler:
         self.free_slots = list(range(max_num_seqs, 0, -1))
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort(self.waiting, request, key=attrgetter("order"))
 
     def remove(self, request: Request) -> None:
         """Forget a request, whatever it is doing, and free all that it holds."""
@@ -131,8 +133,9 @@ class Scheduler:
 
     def _enter(self, plan: StepPlan, request: Request, cached: int, count: int) -> None:
         self.waiting.remove(request)
-        insort(self.running, request, key=attrgetter("index"))
+        insort(self.running, request, key=attrgetter("order"))
         request.slot = self.free_slots.pop()
+        request.scheduled_at = request.scheduled_at or time.monotonic()
         if cached:
             self.tables.adopt(request, cached)
         if not self.tables.grow(request, request.computed + count):
@@ -160,7 +163,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._evict(request)
-        insort(self.waiting, request, key=attrgetter("index"))
+        insort(self.waiting, request, key=attrgetter("order"))
         self.metrics.preemptions += 1
 
     def _evict(self, request: Request) -> None:

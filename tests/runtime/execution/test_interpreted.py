@@ -15,8 +15,9 @@ torch.set_num_threads(1)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
-    def test_under_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", __file__]
+    @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_under_the_interpreter(which):
+        command = [sys.executable, "-m", "pytest", "-q", "-m", which, __file__]
         result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
 
@@ -39,7 +40,10 @@ else:
     ops.project = lambda x_TD, weight_OD, bias_O=None: torch.ops.flexgen.linear(x_TD, weight_OD, bias_O)
     linear.serves = lambda x_TD, weight_OD: x_TD.shape[0] <= 64
     experts._takes_reference = lambda x_TD: False
-    expert_backends.BACKENDS = ((lambda x_TD, weights: True, expert_backends.routed),)
+    expert_backends.BACKENDS = (
+        (lambda x_TD, weights, gate: expert_backends._kernels_know(gate), expert_backends.routed),
+        (lambda x_TD, weights, gate: True, expert_backends.each),
+    )
     sampler.finish_on = lambda device: kernel.finish
     SlotTables.rows = lambda mine, slots: tables_kernel.rows(slots, mine.last_S, mine.length_S)
     SlotTables.places = lambda mine, slots, group, size: tables_kernel.places(
@@ -51,7 +55,10 @@ else:
 
     from tiny import SPECS, expected, prompt, saved
 
-    @pytest.mark.parametrize("spec", SPECS)
+    few = ("gemma4_dense", "gemma4_e", "gemma4_moe", "gpt_oss", "llama", "qwen3_5", "qwen3_5_moe", "qwen3_moe")
+    slow = [pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS if spec not in few]
+
+    @pytest.mark.parametrize("spec", [*few, *slow])
     def test_greedy_tokens_are_those_of_transformers(spec):
         """One row, then rows of different lengths, through prompts and decode."""
         reference, folder = saved(spec)

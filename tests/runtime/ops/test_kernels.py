@@ -35,7 +35,7 @@ else:
     from flexgen.runtime.execution.tables import SlotTables
     from flexgen.runtime.ops import attention
     from flexgen.runtime.ops import expert_backends as moe
-    from flexgen.runtime.ops.experts import top_k
+    from flexgen.runtime.ops.experts import keep_groups, top_k
     from flexgen.runtime.ops.kernels import causal_conv, delta_rule, experts, linear, paged_attention, routing
     from flexgen.runtime.ops.recurrent import causal_conv as recurrent_conv
     from flexgen.runtime.ops.recurrent import delta_rule as delta_reference
@@ -274,6 +274,18 @@ else:
         wanted = torch.topk(scores, k)
         assert torch.equal(values, wanted.values) and torch.equal(scores.gather(1, ids), values)
         assert all(len(set(row)) == k for row in ids.tolist())
+
+    @pytest.mark.parametrize("groups, keep, best", [(4, 2, 2), (8, 3, 1), (1, 1, 2)])
+    def test_top_k_of_groups_and_of_scores_that_groups_left_out(groups, keep, best):
+        """Its rows are tokens, or groups of tokens; minus infinity is below every score."""
+        torch.manual_seed(12)
+        scores = torch.randn(7, 32)
+        ranked, _ = routing.top_k(scores.unflatten(1, (groups, -1)).flatten(0, 1), best)
+        assert torch.equal(ranked, scores.unflatten(1, (groups, -1)).topk(best).values.flatten(0, 1))
+        masked = keep_groups(scores, groups, keep, best)
+        values, ids = routing.top_k(masked, 4)
+        assert torch.equal(values, masked.topk(4).values) and not values.isinf().any()
+        assert torch.equal(scores.gather(1, ids), values)
 
     def test_top_k_takes_the_first_of_equals_and_stays_in_range_on_nan():
         scores = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [float("nan")] * 5, [float("-inf")] * 5])

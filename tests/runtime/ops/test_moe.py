@@ -165,7 +165,7 @@ def test_outputs_of_each_expert_weighted_and_added_are_the_loop(dtype, monkeypat
     module, x, (weights, chosen) = gpt_oss(5, 24, 24, dtype), torch.randn(9, 24).to(dtype), routes(9, 5, 3)
     expected = run_gpt_oss(module, x, weights, chosen)
     monkeypatch.setattr(ops, "_takes_reference", lambda x_TD: False)
-    monkeypatch.setattr(moe, "BACKENDS", ((lambda x_TD, weights: True, moe.each),))
+    monkeypatch.setattr(moe, "BACKENDS", ((lambda x_TD, weights, gate: True, moe.each),))
     result = run_gpt_oss(module, x, weights, chosen)
     limit = 1e-6 if dtype == torch.float32 else 5e-3
     assert result.dtype == dtype and (result - expected).float().norm() < limit * expected.float().norm()
@@ -186,7 +186,7 @@ def test_shapes_dtypes_and_strides_choose_the_backend():
     module = standard(4, 24, 16, torch.bfloat16)
     weights = moe.ExpertWeights(module.gate_up_proj, module.down_proj, "out_in")
     few, many = (torch.zeros(tokens, 24).bfloat16() for tokens in (moe.ROUTED_TOKENS, moe.ROUTED_TOKENS + 1))
-    assert moe.choose(few, weights) is moe.routed and moe.choose(many, weights) is moe.grouped
+    assert moe.choose(few, weights, moe.Gate()) is moe.routed and moe.choose(many, weights, moe.Gate()) is moe.grouped
     odd = standard(4, 20, 12, torch.bfloat16)
-    assert moe.choose(torch.zeros(999, 20).bfloat16(), moe.ExpertWeights(odd.gate_up_proj, odd.down_proj, "out_in")) is moe.each
-    assert moe.choose(many.float(), weights) is moe.each
+    assert moe.choose(torch.zeros(999, 20).bfloat16(), moe.ExpertWeights(odd.gate_up_proj, odd.down_proj, "out_in"), moe.Gate()) is moe.each
+    assert moe.choose(many.float(), weights, moe.Gate()) is moe.each

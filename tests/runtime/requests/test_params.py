@@ -62,8 +62,8 @@ def test_fields_that_contradict_each_other(fields, text):
 
 
 def test_unknown_fields_are_named():
-    with pytest.raises(TypeError, match="thinking_token_budget"):
-        SamplingParams(thinking_token_budget=3)
+    with pytest.raises(TypeError, match="thinking_budget"):
+        SamplingParams(thinking_budget=3)
 
 
 def test_structured_outputs_take_exactly_one_language():

@@ -1,0 +1,1 @@
+"""vLLM's package of this name: only the import changes."""
