@@ -46,7 +46,7 @@ def _no_tokens(kind: type) -> dict[str, int | None]:
     """None for the ids of special tokens, which a small vocabulary need not hold; 0 where the class wants a number."""
     hints = {name: hint for base in reversed(kind.__mro__) for name, hint in vars(base).get("__annotations__", {}).items()}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: None if "None" in str(hints.get(name, None)) else 0 for name in names}
+    return {name: None if "None" in str(hints.get(name)) else 0 for name in names}
 
 
 def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -28,8 +28,9 @@ TEXT_CONFIG = None
 PREFIXES = ("model",)
 SKIP = ()
 DEFAULTS = {
-    "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "hidden_act": "silu",
     "use_sliding_window": False, "rope_parameters": {"rope_theta": 2000000.0}, "no_rope_layer_interval": 4,
+    "rms_norm_eps": 1e-6,
 }
 REQUIRE = {"hidden_act": "silu", "use_sliding_window": False}
 IGNORE = ("pretraining_tp", "max_window_layers", "sliding_window", "layer_types")
