@@ -150,6 +150,7 @@ class Mlp:
     down: str
     down_bias: str | None
     out_gate: str | None
+    arguments: tuple[str, ...]
     table: WeightTable
     path: str
     why: str | None

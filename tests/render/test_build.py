@@ -236,7 +236,7 @@ def test_a_template_error_names_template_line_spec_and_variable(mistake):
 
 BROKEN = {
     "syntax": ("walker/mlps.j2", "= project({{", "= project[({{", "'[' was never closed"),
-    "undefined": ("walker/model.j2", "        return {{ logits }}{{ arch.head.why", "        return weight{{ arch.head.why", "`weight` is not defined"),
+    "undefined": ("walker/model.j2", "        return {{ logits }}{{ arch.h", "        return weight{{ arch.h", "`weight` is not defined"),
     "unused": ("walker/dims.j2", "ABI = ", "import json\nABI = ", "import `json` is unused"),
     "branch": ("walker/layers.j2", "    return {{ step.value(block.result) | trim }}", "    return x_TD or x_TD", "a forward branches"),
     "unclosed": ("walker/layers.j2", "LAYER = ", "LAYER = (", "'(' was never closed"),

@@ -160,7 +160,8 @@ def _short_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, lengths, plan, sinks, out, rows, programs, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Rows that are not queued, a program each."""
@@ -189,7 +190,8 @@ def _queue_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, plan, sinks, out, part_out, part_max, part_sum, counts, rows, programs, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """One run of the queue's tiles."""
