@@ -21,7 +21,10 @@ REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(
         "longrope": frozenset({"rope_theta", "short_factor", "long_factor"}),
     }
 )
-DYNAMIC = "`dynamic` changes the tables with the length of each request, so that keys in pages would be turned by other angles than later queries"
+DYNAMIC = (
+    "`dynamic` changes the tables with the length of each request, so that keys in pages would be turned by other angles than "
+    "later queries"
+)
 """Why one type of transformers is refused whatever a spec says."""
 _YARN = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 OPTIONAL: Mapping[str, frozenset[str]] = MappingProxyType(

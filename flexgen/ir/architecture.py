@@ -150,6 +150,7 @@ class Mlp:
     down: str
     down_bias: str | None
     out_gate: str | None
+    arguments: tuple[str, ...]
     table: WeightTable
     path: str
     why: str | None
@@ -191,8 +192,7 @@ class Statement:
     op      fields used besides `out` and `input`
     norm    norm           linear  weight, bias    act    act, value    gain  weight      scale  value
     times   value          add     terms, norm     call   function, arguments (after w and input), slot
-    embed   weight, value  name    nothing               positions  weight, value
-    code    value: the whole right side
+    embed   weight, value  name    nothing         code    value: the whole right side         positions  weight, value
 
     `slot` names the slot of the block that a call fills.
     """

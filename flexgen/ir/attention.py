@@ -147,8 +147,26 @@ def rope_field(name: str) -> str:
     return name if name == "rope" else f"{name}_rope"
 
 
+def _unmade(shared: Shared, entry: models.Attention) -> Iterator[tuple[str, str]]:
+    """Fields that do not go together, and why."""
+    if entry.window != "none" and entry.chunk != "none":
+        yield "chunk", "a window inside of chunks"
+    parted = entry.kv_of != "none" or entry.value == "from_key" or isinstance(entry.gate, models.PackedGate)
+    if parted and entry.packed != "none":
+        yield "packed", "q, k and v in one module where one of them is not there, or holds a gate"
+    if parted and entry.clip != "none":
+        yield "clip", "a clamp of q, k and v where one of them is not there, or holds a gate"
+    if entry.qk_norm_over == "head_weights":
+        for field in ("q_norm", "k_norm"):
+            norm = shared.model.norms.get(getattr(entry, field))
+            if norm is not None and (norm.gain == "none" or norm.bias != "false"):
+                yield field, "weights of each head for a norm without a gain, or with a bias"
+
+
 def _check(shared: Shared, name: str, entry: models.Attention, at: SpecPath) -> None:
     check_attention(entry, at, shared.has_gain, shared.problems)
+    for field, reason in _unmade(shared, entry):
+        shared.problems.add("SPEC025", f"{reason}: that is not implemented", (*at, field), key=True)
     if entry.kv_of == "none":
         return
     owner = shared.model.attention.get(entry.kv_of)

@@ -48,6 +48,7 @@ def build(shared: Shared, name: str, entry: models.Mlp, at: SpecPath) -> ir.Mlp:
         down=down.code,
         down_bias=bias(down_bias, f"{name}_down"),
         out_gate=None if entry.out_gate == "none" else f"w.{name}_out_gate",
+        arguments=("dims",) if entry.inner_norm != "none" or entry.gate_scale != "1" else (),
         table=shared.table(name, rows, at),
         path=show_path(at),
         why=entry.why,

@@ -269,6 +269,8 @@ class Lowering:
         if section in MIXERS:
             self.mixers.append(entry)
             arguments = ("dims", "step")
+        elif section == "mlp":
+            arguments = part.arguments
         marker = _cache_marker(section, part)
         return self._line("call", path, value, base, function=part.function, arguments=arguments, slot=slot, comment=marker)
 

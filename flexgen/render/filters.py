@@ -101,6 +101,7 @@ def _weight_row(row: Any) -> str:
     if rows and rest[1:] and max(map(len, two.split("\n"))) + 8 <= WIDTH:
         return two
     if rows:
+        rows = [item if len(item) < WIDTH - 12 else item.replace("packed(", f"packed(\n{' ' * 16}") for item in rows]
         return "\n".join([f"{call}, {{", *(f"            {item}," for item in rows), f"        }}, {', '.join(rest)})"])
     return f"{call},\n            {_filled(rest, 12).removesuffix(',')})"
 

@@ -93,7 +93,6 @@ class Attention(Entry):
     heads: Text = Field(description="Query heads.")
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
-    value_dim: Text | None = Field(None, description="Width of one value head; absent: `head_dim`.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
     window: Text = Field(
         "none", description="Keys visible to a query, itself included. `none`, or a dim `FIELD or none` where that is null: all before it."

@@ -26,9 +26,15 @@ MODEL_TYPES = ("bloom",)
 TEXT_CONFIG = None
 PREFIXES = ("transformer", "")
 SKIP = ()
-DEFAULTS = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "apply_residual_connection_post_layernorm": False}
-REQUIRE = {"apply_residual_connection_post_layernorm": False}
-IGNORE = ("slow_but_exact", "pretraining_tp", "n_inner", "seq_length", "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "unk_token_id")
+DEFAULTS = {
+    "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True,
+    "slow_but_exact": False,
+}
+REQUIRE = {"apply_residual_connection_post_layernorm": False, "slow_but_exact": False}
+IGNORE = (
+    "pretraining_tp", "n_inner", "seq_length", "attention_softmax_in_fp32", "bias_dropout_fusion",
+    "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "unk_token_id",
+)
 
 
 class Dims(Numbers):

@@ -32,7 +32,10 @@ DEFAULTS = {
     "logit_scale": 0.0625, "sliding_window": 4096, "rope_parameters": {"rope_theta": 10000.0},
 }
 REQUIRE = {"hidden_act": "silu"}
-IGNORE = ("head_dim", "cache_implementation", "use_gated_activation", "use_embedding_sharing", "use_parallel_block", "use_parallel_embedding", "use_qk_norm", "rotary_pct", "position_embedding_type", "order_of_interleaved_layers")
+IGNORE = (
+    "head_dim", "cache_implementation", "use_gated_activation", "use_embedding_sharing", "use_parallel_block",
+    "use_parallel_embedding", "use_qk_norm", "rotary_pct", "position_embedding_type", "order_of_interleaved_layers",
+)
 
 
 class Dims(Numbers):

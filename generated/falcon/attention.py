@@ -26,7 +26,8 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     # spec: attention.full
     return [
         *weights.linear("qkv", {
-            "self_attention.query_key_value": weights.packed(dims.heads * dims.head_dim, 1 * dims.head_dim, 1 * dims.head_dim),
+            "self_attention.query_key_value": weights.packed(
+                dims.heads * dims.head_dim, 1 * dims.head_dim, 1 * dims.head_dim),
         }, dims.hidden, out="heads", bias=dims.bias),
         *weights.linear("o", {"self_attention.dense": dims.hidden}, dims.heads * dims.head_dim,
             into="heads", bias=dims.bias),

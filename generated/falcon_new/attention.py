@@ -26,7 +26,8 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     # spec: attention.full
     return [
         *weights.linear("qkv", {
-            "self_attention.query_key_value": weights.packed(dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim, groups=dims.kv_heads),
+            "self_attention.query_key_value": weights.packed(
+                dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim, groups=dims.kv_heads),
         }, dims.hidden, out="heads", bias=dims.bias),
         *weights.linear("o", {"self_attention.dense": dims.hidden}, dims.heads * dims.head_dim,
             into="heads", bias=dims.bias),
@@ -36,7 +37,8 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
     pages = step.pages["full"]
-    heads_TKGH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (dims.kv_heads, -1, dims.head_dim))
+    heads_T = project(x_TD, w.qkv, w.qkv_bias)
+    heads_TKGH = heads_T.unflatten(-1, (dims.kv_heads, -1, dims.head_dim))
     heads = heads_TKGH.split((dims.heads // dims.kv_heads, 1, 1), dim=2)
     q_TNH, k_TKH, v_TKH = (part.flatten(1, 2) for part in heads)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)

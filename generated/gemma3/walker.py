@@ -62,7 +62,7 @@ class Dims(Numbers):
         self.bias = config.flag("attention_bias")
         self.tied = config.flag("tie_word_embeddings")
         self.sliding_rope = config.rope("rope_parameters.sliding_attention", types=("default",), head_dim=self.head_dim)
-        self.full_rope = config.rope("rope_parameters.full_attention", types=("default", "linear", "llama3", "yarn"), head_dim=self.head_dim)
+        self.full_rope = config.rope("rope_parameters.full_attention", types=("default", "linear"), head_dim=self.head_dim)
         check_heads("attention.sliding", heads=self.heads, kv_heads=self.kv_heads)
         self.kinds = config.schedule(self.layers, (
             schedule.everywhere("sliding"),

@@ -26,7 +26,8 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     # spec: attention.full
     return [
         *weights.linear("qkv", {
-            "attn.c_attn": weights.packed(dims.heads * dims.head_dim, dims.heads * dims.head_dim, dims.heads * dims.head_dim),
+            "attn.c_attn": weights.packed(
+                dims.heads * dims.head_dim, dims.heads * dims.head_dim, dims.heads * dims.head_dim),
         }, dims.hidden, out="heads", bias=True, transposed=True),
         *weights.linear("o", {"attn.c_proj": dims.hidden}, dims.heads * dims.head_dim,
             into="heads", bias=True, transposed=True),

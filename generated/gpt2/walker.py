@@ -34,7 +34,10 @@ REQUIRE = {
     "activation_function": ["gelu_new", "gelu_pytorch_tanh"], "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
 }
-IGNORE = ("reorder_and_upcast_attn", "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout")
+IGNORE = (
+    "reorder_and_upcast_attn", "n_ctx", "summary_type", "summary_use_proj", "summary_activation",
+    "summary_proj_to_labels", "summary_first_dropout",
+)
 
 
 class Dims(Numbers):

@@ -47,7 +47,7 @@ class Dims(Numbers):
         self.head_dim = config.int("head_dim")
         self.size = config.int("intermediate_size")
         self.eps = config.float("rms_norm_eps")
-        self.window = config.int("sliding_window", default=1000000000)
+        self.window = config.int_or_none("sliding_window")
         self.query_beta = config.float("rope_parameters.llama_4_scaling_beta")
         self.query_length = config.int("rope_parameters.original_max_position_embeddings")
         self.tied = config.flag("tie_word_embeddings")

@@ -51,6 +51,7 @@ class Dims(Numbers):
         self.head_dim = self.hidden // self.heads
         self.size = config.int("ffn_dim")
         self.positions = config.int("max_position_embeddings")
+        self.eps = 1e-5
         self.bias = config.flag("enable_bias")
         self.tied = config.flag("tie_word_embeddings")
         self.kinds = config.schedule(self.layers, (schedule.everywhere("full"),))
@@ -94,11 +95,11 @@ def mlp(w: Layer, x_TD: Tensor) -> Tensor:
 
 def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
-    h_TD = layer_norm(x_TD, w.self_attn_layer_norm, w.self_attn_layer_norm_bias, 1e-5)
+    h_TD = layer_norm(x_TD, w.self_attn_layer_norm, w.self_attn_layer_norm_bias, dims.eps)
     h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
     x_TD = x_TD + h_TD
     # spec: block[1]
-    h_TD = layer_norm(x_TD, w.final_layer_norm, w.final_layer_norm_bias, 1e-5)
+    h_TD = layer_norm(x_TD, w.final_layer_norm, w.final_layer_norm_bias, dims.eps)
     h_TD = mlp(w, h_TD)
     return x_TD + h_TD
 
@@ -126,7 +127,7 @@ class Walker:
         x_TD = x_TD + F.embedding(step.positions_T + 2, w.embed_positions)
         for layer, run in zip(self.layers, self.run):
             x_TD = run(layer, x_TD, dims, step)
-        return layer_norm(x_TD, w.final_layer_norm, w.final_layer_norm_bias, 1e-5)
+        return layer_norm(x_TD, w.final_layer_norm, w.final_layer_norm_bias, dims.eps)
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Hidden states (R, D) to logits (R, V)."""

@@ -26,7 +26,8 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     # spec: attention.full
     return [
         *weights.linear("qkv", {
-            "self_attn.qkv_proj": weights.packed(dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim),
+            "self_attn.qkv_proj": weights.packed(
+                dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim),
         }, dims.hidden, out="heads"),
         *weights.linear("o", {"self_attn.o_proj": dims.hidden}, dims.heads * dims.head_dim, into="heads"),
     ]

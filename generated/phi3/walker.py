@@ -50,7 +50,7 @@ class Dims(Numbers):
         self.head_dim = self.hidden // self.heads
         self.size = config.int("intermediate_size")
         self.eps = config.float("rms_norm_eps")
-        self.window = config.int("sliding_window", default=1000000000)
+        self.window = config.int_or_none("sliding_window")
         self.tied = config.flag("tie_word_embeddings")
         self.rope = config.rope("rope_parameters", types=("default", "longrope"), head_dim=self.head_dim)
         check_heads("attention.full", heads=self.heads, kv_heads=self.kv_heads)

@@ -225,8 +225,6 @@ def _attend_cuda(q_TNH: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
     """The kernels' softmax is fp32 throughout, which is at least as exact as what `softmax_fp32=False` asks."""
     from flexgen.runtime.ops.kernels import paged_attention, paged_decode  # Triton is there where CUDA is
 
-    if scoring.chunk is not None or scoring.alibi is not None:
-        return _attend_cpu(q_TNH, keys, scoring)
     is_decode = len(q_TNH) == len(keys.table_RB)
     return (paged_decode if is_decode else paged_attention).attend(q_TNH, keys, scoring)
 
