@@ -58,7 +58,8 @@ class Dims(Numbers):
         self.top_k = config.int("moe_k")
         self.expert_size = config.int("moe_intermediate_size")
         self.shared_size = self.expert_size * config.number("moe_num_shared_experts")
-        self.last_sparse = config.number("moe_layer_end_index") + self.layers - (config.number("moe_layer_end_index") + self.layers) // self.layers * self.layers
+        self.end = config.number("moe_layer_end_index") + self.layers
+        self.last_sparse = self.end - self.end // self.layers * self.layers
         self.norm_floor = config.float("moe_norm_min")
         self.eps = config.float("rms_norm_eps")
         self.bias = config.flag("use_bias")
