@@ -37,6 +37,190 @@ def test_shipped_specs():
     assert SHIPPED.split() == SPECS
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_checked_in_code_is_what_the_spec_makes(name):
+    assert compare(root("generated") / name, files_of(name)) == []
+
+
+def test_write_touches_only_what_changed(tmp_path):
+    files = files_of("llama")
+    folder = tmp_path / "llama"
+    assert len(write(folder, files)) == len(files)
+    assert write(folder, files) == []
+    (folder / "mine.txt").write_text("kept")
+    changed = {**files, "walker.py": files["walker.py"] + "\n"}
+    assert [path.name for path in write(folder, changed)] == ["walker.py"]
+    assert (folder / "mine.txt").read_text() == "kept"
+
+
+def test_orphans_of_the_manifest_are_removed(tmp_path):
+    files = files_of("llama")
+    folder = tmp_path / "llama"
+    write(folder, files)
+    fewer = {name: text for name, text in files.items() if name != "merge.py"}
+    write(folder, fewer)
+    assert not (folder / "merge.py").exists()
+
+
+def test_differences_are_named(tmp_path):
+    files = files_of("llama")
+    folder = tmp_path / "llama"
+    write(folder, files)
+    (folder / "walker.py").write_text("# edited\n")
+    (folder / "merge.py").unlink()
+    (folder / "stray.py").write_text("")
+    found = {difference.path.name: difference.change for difference in compare(folder, files)}
+    assert found == {"walker.py": "HAND-EDITED", "merge.py": "MISSING", "stray.py": "EXTRA"}
+
+
+IMPORTED = "print(*sorted({'torch', 'transformers', 'jinja2', 'numpy'} & sys.modules.keys()))"
+
+
+def imported_by(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\n{IMPORTED}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_check_imports_neither_torch_nor_jinja():
+    assert imported_by("from flexgen.cli import app\napp(['check'], standalone_mode=False)") == []
+
+
+def test_build_imports_no_torch(tmp_path):
+    code = f"from flexgen.cli import app\napp(['build', '--out', {str(tmp_path)!r}], standalone_mode=False)"
+    assert imported_by(code) == ["jinja2"]
+
+
+# ---------------------------------------------------------------- the same bytes everywhere
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path / "project")
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return Project(tmp_path / "project", tuple(SPECS))
+
+
+def generated(project: Project) -> dict[str, bytes]:
+    folder = project.folder / "generated"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.glob("*/*.*"))}
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
+def test_hash_seeds_and_working_directories_change_nothing(seed, whole, tmp_path):
+    """One seed a directory: the project, a folder in it, and one elsewhere."""
+    before = generated(whole)
+    shutil.rmtree(whole.folder / "generated")
+    where = {"0": whole.folder, "1": whole.folder / "specs", "4294967295": tmp_path}[seed]
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(whole.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "flexgen", "build", *(["--out", str(whole.folder / "generated")] if where == tmp_path else [])]
+    done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert generated(whole) == before and len(before) == 4 * len(SPECS)
+
+
+def test_a_checkout_with_crlf_changes_nothing(whole):
+    before = generated(whole)
+    for path in [*whole.folder.glob("specs/*"), *whole.folder.glob("templates/**/*.j2")]:
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    shutil.rmtree(whole.folder / "generated")
+    assert whole.flexgen("build").returncode == 0
+    assert generated(whole) == before
+
+
+def test_a_crlf_checkout_of_generated_code_is_no_drift(project):
+    for path in project.folder.glob("generated/*/*.*"):
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert project.flexgen("build", "--check").returncode == 0
+
+
+# ---------------------------------------------------------------- drift
+
+
+def spec_change(project: Project) -> None:
+    project.edit("specs/llama.yaml", "cast: before", "cast: after")
+
+
+def template_change(project: Project) -> None:
+    project.edit("templates/merge.py.j2", "Where adapters of", "Where the adapters of")
+
+
+def edit_of_code(project: Project) -> None:
+    project.edit("generated/qwen3/walker.py", "dims.eps", "1e-3")
+
+
+def missing_file(project: Project) -> None:
+    (project.folder / "generated/llama/merge.py").unlink()
+
+
+def several(project: Project) -> None:
+    """Each where the others are not."""
+    spec_change(project)
+    edit_of_code(project)
+    (project.folder / "generated/qwen3_moe/stray.py").write_text("")
+    shutil.copytree(project.folder / "generated/llama", project.folder / "generated/older")
+
+
+DRIFT = {
+    template_change: {f"CHANGED generated/{name}/merge.py: flexgen build specs/{name}.yaml" for name in PROJECT_SPECS},
+    missing_file: {"MISSING generated/llama/merge.py: flexgen build specs/llama.yaml"},
+    several: {
+        "CHANGED generated/llama/walker.py: flexgen build specs/llama.yaml",
+        "HAND-EDITED generated/qwen3/walker.py: flexgen build specs/qwen3.yaml",
+        "EXTRA generated/qwen3_moe/stray.py: remove generated/qwen3_moe/stray.py",
+        "EXTRA generated/older: no spec makes it; remove the folder",
+    },
+}
+
+
+@pytest.mark.parametrize("drift", DRIFT, ids=lambda drift: drift.__name__)
+def test_drift_is_named_with_the_command_that_ends_it(drift, project):
+    drift(project)
+    before = generated(project)
+    done = project.flexgen("build", "--check")
+    assert done.returncode == 1
+    lines = {line.replace(f"{project.folder}/", "") for line in done.stdout.splitlines() if "manifest.json" not in line}
+    assert lines == DRIFT[drift]
+    assert generated(project) == before
+
+
+def test_a_dry_run_lists_the_same_and_writes_nothing(project):
+    several(project)
+    before = generated(project)
+    dry = project.flexgen("build", "--dry-run")
+    assert dry.returncode == 0 and dry.stdout == project.flexgen("build", "--check").stdout
+    assert generated(project) == before
+
+
+# ---------------------------------------------------------------- templates that are wrong
+
+WRONG = {
+    "undefined": ("walker/layers.j2", "LAYER = ", "LAYER = {{ no_such_name }}", "'no_such_name' is undefined"),
+    "attribute": ("walker/layers.j2", "{{ kind.name }}", "{{ kind.nome }}", "no attribute 'nome'"),
+    "syntax": ("walker/layers.j2", "{% for kind in arch.kinds %}", "{% for kind arch.kinds %}", "expected token 'in', got 'arch'"),
+    "filter": ("walker/dims.j2", "| tuple }}", "| tupel }}", "No filter named 'tupel'."),
+    "type": ("attention.py.j2", "{{ arch.name }}", "{{ arch.name + 1 }}", "can only concatenate str"),
+    "include": ("walker.py.j2", "partials/head.j2", "partials/hat.j2", "partials/hat.j2"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_template_error_names_template_line_spec_and_variable(mistake):
+    name, good, bad, message = WRONG[mistake]
+    templates = rendering.read_templates(root("templates"))
+    line = templates[name][: templates[name].index(good)].count("\n") + 1
+    templates[name] = templates[name].replace(good, bad, 1)
+    architecture = check(root("specs") / "llama.yaml").architecture
+    with pytest.raises(rendering.RenderError) as raised:
+        rendering.render(architecture, templates)
+    text = str(raised.value)
+    assert text.startswith(f"templates/{name}:{line}: ") and text.endswith("(rendering specs/llama.yaml)")
+    assert message in text and "jinja" not in text.lower()
+
+
 LAST_LINE = "        return {{ logits }}{{ arch.head.why | comment }}\n"
 BROKEN = {
     "syntax": ("walker/mlps.j2", "= project({{", "= project[({{", "'[' was never closed"),
