@@ -99,6 +99,7 @@ class Attention:
     rope: str | None
     rotate: str
     query_scale: tuple[Size, ...]
+    query_scale_fp32: bool
     heads: Size
     kv_heads: Size
     head_dim: Size

@@ -48,6 +48,7 @@ def build(shared: Shared, name: str, entry: models.Attention, at: SpecPath) -> i
         rope=_rope(shared, entry.rope, (*at, "rope")),
         rotate=_rotate(shared, entry.rope),
         query_scale=_query_scale(shared, entry, at),
+        query_scale_fp32=entry.query_scale is not None and entry.query_scale.compute == "fp32",
         heads=heads,
         kv_heads=kv_heads,
         head_dim=width,

@@ -27,6 +27,7 @@ class Rope:
     head_dim: Size
     turned: Size | None
     fp32: bool
+    rounded: bool
     path: str
     why: str | None
 

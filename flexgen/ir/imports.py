@@ -20,7 +20,7 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
     activations = {*(s.act for s in statements if s.op == "act"), *(mlp.act for mlp in arch.mlps)}
     routing = " ".join(str(line.value) for m in arch.moes for line in m.route_lines)
     uses_torch = "torch." in routing
-    own = {name for name in ("quick_gelu", "relu2", "xielu") if name in activations}
+    own = {name for name in ("gelu_new", "quick_gelu", "relu2", "xielu") if name in activations}
     uses_torch = uses_torch or "sigmoid" in activations or any(mlp.out_gate for mlp in arch.mlps)
     norms = {s.norm.function for s in statements if s.norm} | {arch.head.norm.function}
     norms |= {mlp.inner_norm.function for mlp in arch.mlps if mlp.inner_norm}

@@ -164,7 +164,10 @@ class _Resolver:
             if users:
                 turned = entry.turned and self.scope.code(entry.turned, ("ropes", name, "turned"))
                 types, is_fp32 = tuple(entry.types), entry.compute == "fp32"
-                made = (rope_field(name), entry.parameters, types, users[0].head_dim, turned or None, is_fp32)
+                if entry.tables == "model" and not is_fp32:
+                    message = "`tables` has no effect: they have the dtype of `compute`"
+                    self.problems.add("SPEC010", message, ("ropes", name, "tables"), key=True, help="remove it")
+                made = (rope_field(name), entry.parameters, types, users[0].head_dim, turned or None, is_fp32, entry.tables == "model")
                 found.append(ir.Rope(*made, f"ropes.{name}", entry.why))
         return tuple(found)
 

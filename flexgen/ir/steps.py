@@ -80,7 +80,15 @@ class Lowering:
         if last is not None and last.op == "norm" and not (last.comment and part.why):
             total = replace(last, op="add", out=STREAM, terms=(STREAM,), comment=last.comment or part.why)
             return [*statements[:-1], total]
-        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, value.name), comment=part.why)
+        terms: tuple[str, ...] = (value.name,)
+        has_sum = last is not None and last.op == "add" and not last.norm
+        if part.in_turn and has_sum:
+            *statements, summed = statements
+            terms = summed.terms
+        elif part.in_turn and not isinstance(part.add[-1], models.SumStep):
+            message = "`in_turn` has no effect: the branch ends with no `sum`"
+            self.problems.add("SPEC010", message, (*path, "in_turn"), key=True, help="remove it")
+        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, *terms), comment=part.why)
         return [*statements, total]
 
     def steps(self, steps: list, path: SpecPath, value: Value, base: str) -> Lowered:

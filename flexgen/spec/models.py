@@ -54,6 +54,9 @@ class RopeEntry(Entry):
         "halves", description="What turns together: dim j with dim j + d/2, or dim 2j with dim 2j + 1 (GPT-J's way)."
     )
     compute: Literal["model", "fp32"] = Field("model", description="The dtype of the tables and of the turning.")
+    tables: Literal["compute", "model"] = Field(
+        "compute", description="What cos and sin are rounded to before they turn: the dtype of `compute`, or the model's."
+    )
 
 
 class PackedGate(Section):
@@ -87,6 +90,7 @@ class QueryScale(Section):
     beta: Text = Field(description="Weight of the logarithm.")
     length: Text = Field(description="Positions after which the logarithm begins to grow.")
     offset: Text = Field("0", description="Added to positions, which count from 0.")
+    compute: Literal["model", "fp32"] = Field("model", description="The dtype that the factor multiplies in.")
 
 
 class Attention(Entry):
@@ -354,6 +358,9 @@ Step = Annotated[
 
 class AddPart(Entry):
     add: list[Step] = Field(min_length=1, description="A residual branch: its result is added to the stream.")
+    in_turn: bool = Field(
+        False, description="Whether the terms of the `sum` that ends it are added to the stream one after another, not their sum."
+    )
 
 
 def _part_tag(value: object) -> str | None:

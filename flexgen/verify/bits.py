@@ -16,7 +16,7 @@ from flexgen.verify.layers import LayerRun
 from flexgen.verify.report import Report, Row
 
 _VALUES = {"cast": {"before", "after"}, "softmax": {"fp32", "model"}, "compute": {"fp32", "model"}, "dtype": {"fp32", "model"},
-           "scale_dtype": {"fp32", "model"}}  # fmt: skip
+           "scale_dtype": {"fp32", "model"}, "tables": {"model"}}  # fmt: skip
 """Fields of a spec that say where a value is rounded."""
 
 

@@ -36,6 +36,7 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
 
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
+    # the biases by distance are fp32 here; transformers rounds them to the model's dtype, whole positions in bf16
     pages = step.pages["full"]
     heads_T = project(x_TD, w.qkv, w.qkv_bias)
     heads_TKGH = heads_T.unflatten(-1, (dims.heads, -1, dims.head_dim))

@@ -80,5 +80,5 @@ def state(dims: Dims) -> dict[str, State]:
 
 def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin, each (length, rotated / 2), by attention entry."""
-    rope = dims.rope.tables(length, torch.float32, device)
+    rope = dims.rope.tables(length, torch.float32, device, rounded=dtype)
     return {"sliding": rope}

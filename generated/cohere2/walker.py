@@ -104,8 +104,7 @@ def block(w: Layer, x_TD: Tensor, dims: Dims, step: Step, attention: Callable[..
     h_TD = layer_norm(x_TD, w.input_layernorm, None, dims.eps)
     attention_TD = attention(w, h_TD, dims, step)  # writes K/V pages
     mlp_TD = mlp(w, h_TD)
-    h_TD = attention_TD + mlp_TD
-    return x_TD + h_TD
+    return x_TD + attention_TD + mlp_TD
 
 
 def sliding_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:

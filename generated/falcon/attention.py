@@ -36,6 +36,7 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
 
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
+    # transformers adds a bias after it has rounded the product, and here it is added before, as torch's linear does
     pages = step.pages["full"]
     heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, 1, 1), dim=1)

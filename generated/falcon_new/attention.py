@@ -36,6 +36,7 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
 
 def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.full
+    # transformers adds a bias after it has rounded the product, and here it is added before, as torch's linear does
     pages = step.pages["full"]
     heads_T = project(x_TD, w.qkv, w.qkv_bias)
     heads_TKGH = heads_T.unflatten(-1, (dims.kv_heads, -1, dims.head_dim))

@@ -17,7 +17,7 @@ from flexgen.contract import layer_kinds as schedule, weights
 from flexgen.contract.abi import Layer, Step
 from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.runtime.ops.elementwise import layer_norm, project
+from flexgen.runtime.ops.elementwise import gelu_new, layer_norm, project
 
 from .attention import full_attention, full_weights
 
@@ -93,7 +93,7 @@ def mlp_weights(dims: Dims) -> list[weights.Weight]:
 def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     # spec: mlp.mlp
     up_TI = project(x_TD, w.mlp_up.t(), w.mlp_up_bias)
-    return project(F.gelu(up_TI, approximate="tanh"), w.mlp_down.t(), w.mlp_down_bias)
+    return project(gelu_new(up_TI), w.mlp_down.t(), w.mlp_down_bias)
 
 
 def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:

@@ -92,7 +92,7 @@ def still_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     pages = step.pages["still"]
     heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
-    q_TNH = scale_queries(q_TNH, step.positions_T, dims.tuning, dims.tuning_length, 1)
+    q_TNH = scale_queries(q_TNH, step.positions_T, dims.tuning, dims.tuning_length, 1, fp32=True)
     write_pages(w, k_TKH, v_TKH, pages)  # writes K/V pages
     o_TNH = attend(q_TNH, w, pages, step, scale=dims.head_dim ** -0.5)  # reads K/V pages
     return project(o_TNH.flatten(1), w.o, w.o_bias)

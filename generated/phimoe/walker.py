@@ -102,7 +102,7 @@ def moe_weights(dims: Dims) -> list[weights.Weight]:
 def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
     # spec: moe.moe.router
     scores_TE = project(x_TD, w.moe_router)
-    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed, by_order=True)
     weights_TK = sparsemixer(scores_TE, experts_TK, dims.jitter)
     return weights_TK.to(x_TD.dtype), experts_TK
 

@@ -131,10 +131,11 @@ def test_every_field_of_a_config_is_read_or_named(tmp_path):
 def test_marks_stand_where_the_config_differs(tmp_path):
     path = config_class("mpt", tmp_path)
     text = draft("drafted", None, path)[0].text
-    assert "  # TODO decide: config.json states no `hidden_size` nor `n_embed`; is `d_model` the same?\n  hidden: d_model or n_embed\n" in text
-    config = {**tiny("llama"), "model_type": "odd", "hidden_act": "relu", "attn_logit_softcapping": 50.0}
+    mark = "  # TODO decide: config.json states no `hidden_size` nor `n_embed`; is `d_model` the same?\n"
+    assert f"{mark}  hidden: d_model or n_embed\n" in text
+    config = {**tiny("llama"), "model_type": "odd", "hidden_act": "mish", "attn_logit_softcapping": 50.0}
     text = draft("drafted", None, dump(config, tmp_path))[0].text
-    assert "# TODO decide: hidden_act is 'relu', and must be 'silu' in " in text
+    assert "# TODO decide: hidden_act is 'mish', and must be 'xielu' in " in text
     assert "`attn_logit_softcapping: 50.0` is read by nothing: a soft cap on attention scores, see `attention.*.softcap`" in text
 
 

@@ -77,8 +77,12 @@ class Rope:
         """d: how many dims of a head the tables turn, at most head_dim."""
         return self.head_dim if self.type == "proportional" else int(self.head_dim * self.partial)
 
-    def tables(self, length: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    def tables(
+        self, length: int, dtype: torch.dtype, device: torch.device | str, rounded: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """cos and sin, each (length, d/2): computed in fp32 on `device`, attention factor included, then cast.
+
+        rounded: a dtype that they pass through before.
 
         longrope has two tables: of an engine whose requests may be longer than the model was first trained for, `length`,
         every request is turned by the long factors, else by the short ones. So one engine has one table, cached prefixes
@@ -90,7 +94,8 @@ class Rope:
             frequencies = 1.0 / (torch.tensor(factors) * _powers(self.theta, self.rotary_dim, self.rotary_dim))
         positions = torch.arange(length, device=device).float()
         angles = positions[:, None] * frequencies.to(device)
-        return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        return cos.to(rounded or dtype).to(dtype), sin.to(rounded or dtype).to(dtype)
 
 
 _FIELDS: Mapping[str, str] = MappingProxyType(

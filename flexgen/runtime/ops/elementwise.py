@@ -8,6 +8,7 @@ Shape suffixes: T tokens, N heads, H head width. Norms and activations work on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -24,6 +25,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "gelu_new": lambda x: gelu_new(x),
         "quick_gelu": lambda x: quick_gelu(x),
         "relu": F.relu,
         "relu2": lambda x: relu2(x),
@@ -142,15 +144,22 @@ def clip(x: Tensor, limit: float) -> Tensor:
     return x.clamp(-limit, limit) if limit else x
 
 
-def scale_queries(q_TNH: Tensor, positions_T: Tensor, beta: float, length: int, offset: int) -> Tensor:
-    """q * (1 + beta * log(1 + floor((position + offset) / length))), the factor in fp32 and cast to q's dtype (ministral3)."""
-    factor_T = 1 + beta * torch.log1p(torch.floor((positions_T + offset) / length))
-    return q_TNH * factor_T[:, None, None].to(q_TNH.dtype)
+def scale_queries(
+    q_TNH: Tensor, positions_T: Tensor, beta: float, length: int, offset: int, fp32: bool = False
+) -> Tensor:
+    """q * (1 + beta * log(1 + floor((position + offset) / length))), in fp32 or by the factor in q's dtype."""
+    factor_T11 = (1 + beta * torch.log1p(torch.floor((positions_T + offset) / length)))[:, None, None]
+    return (q_TNH * (factor_T11 if fp32 else factor_T11.to(q_TNH.dtype))).to(q_TNH.dtype)
 
 
 def relu2(x: Tensor) -> Tensor:
     """The square of relu."""
     return F.relu(x).square()
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """`gelu_tanh` written out, rounded after each operation (transformers' NewGELUActivation)."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def quick_gelu(x: Tensor) -> Tensor:
