@@ -78,9 +78,9 @@ def test_experts_that_change_with_the_number_of_tokens_take_no_more_variants(spe
     """As on a GPU: the kernels of few tokens and of many are chosen inside an operator."""
     used = set()
     noted = lambda name: lambda *call: used.add(name) or moe.each(*call)
-    few = lambda x_TD, weights: x_TD.shape[0] <= moe.ROUTED_TOKENS
+    few = lambda x_TD, weights, gate: x_TD.shape[0] <= moe.ROUTED_TOKENS
     monkeypatch.setattr(experts, "_takes_reference", lambda x_TD: False)
-    monkeypatch.setattr(moe, "BACKENDS", ((few, noted("few")), (lambda x_TD, weights: True, noted("many"))))
+    monkeypatch.setattr(moe, "BACKENDS", ((few, noted("few")), (lambda x_TD, weights, gate: True, noted("many"))))
     folder, prompts = saved(spec)[1], [prompt(length, seed=length) for length in (60, 1, 61, 59, 50, 58, 3)]
     sizes = {"max_num_seqs": 7, "num_gpu_blocks_override": 70, "max_model_len": 70}
     expected = answers(engine(folder, **sizes), prompts)
