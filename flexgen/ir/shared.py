@@ -60,6 +60,9 @@ class Shared:
             help = "kind rms with gain plain or none takes cast before; l2 takes gain plain or none"
             self.problems.add("SPEC025", message, (*at, field), help=help)
             return None
+        place = (*at, "cast")
+        if entry.gain == "none" and "cast" in entry.model_fields_set and self.problems.spec.origin(place) == place:
+            self.problems.add("SPEC010", "`cast` has no effect: there is no weight", place, key=True, help="remove it")
         bias = self._norm_bias(entry, at)
         bias_code = (f"{gain}_bias" if bias is not False else "None") if entry.kind == "layer" else None
         eps = self.scope.code(entry.eps, (*at, "eps"), "float")

@@ -76,7 +76,10 @@ class Lowering:
         if value.width != self.hidden:
             message = f"this branch ends with width {shown(value.width)}, and the stream has {shown(self.hidden)}"
             self.problems.add("SPEC017", message, (*path, "add"), key=True, help="end it with a step back to `hidden`")
-        last = statements[-1] if statements else None
+        if part.in_turn and not isinstance(part.add[-1], models.SumStep):
+            message = "`in_turn` has no effect: the branch ends with no `sum`"
+            self.problems.add("SPEC010", message, (*path, "in_turn"), key=True, help="remove it")
+        last, why = statements[-1] if statements else None, part.why
         if last is not None and last.op == "norm" and not (last.comment and part.why):
             total = replace(last, op="add", out=STREAM, terms=(STREAM,), comment=last.comment or part.why)
             return [*statements[:-1], total]
@@ -85,10 +88,8 @@ class Lowering:
         if part.in_turn and has_sum:
             *statements, summed = statements
             terms = summed.terms
-        elif part.in_turn and not isinstance(part.add[-1], models.SumStep):
-            message = "`in_turn` has no effect: the branch ends with no `sum`"
-            self.problems.add("SPEC010", message, (*path, "in_turn"), key=True, help="remove it")
-        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, *terms), comment=part.why)
+            why = "; ".join(filter(None, (summed.comment, why))) or None
+        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, *terms), comment=why)
         return [*statements, total]
 
     def steps(self, steps: list, path: SpecPath, value: Value, base: str) -> Lowered:

@@ -6,6 +6,7 @@ Greedy tokens would say less: two ways to round the same model agree on 91 to 10
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,9 @@ from flexgen.verify.modules import Modules
 TOP = 20
 LIMIT = 1.1
 """Most that our error may be of transformers' own, whose two attentions differ by up to 10 % on tiny MoE models."""
+
+CHOICES = frozenset({"top_k_index", "router_indices"})
+"""How transformers' experts call the argument that says which of them a token takes."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,26 @@ def _transformers(oracle: Any, model: Model, sequences: Sequence[Sequence[int]])
     routers = {}
     for index, names in enumerate(model.routers):
         for name, k in names.items():
-            (module,) = modules.by_role[index, name.replace("_routed", "_router")]
-            routers[module] = k
+            routers[_chooser(modules, index, name)] = k
     logits, experts = [], []
     for tokens in sequences:
         with reference.recorded({name: modules.named[name] for name in routers}) as calls:
             logits.append(reference.logits(oracle, tokens).float())
-        scores = {name: calls[name].first_output for name in routers}
-        chosen = [s.view(len(tokens), -1).topk(routers[name]).indices for name, s in scores.items() if s is not None]
+        chosen = [_choice(calls[name], k, len(tokens)) for name, k in routers.items()]
         experts.append(torch.stack(chosen, 1).sort().values if chosen else torch.empty(len(tokens), 0, 0))
     return torch.cat(logits), torch.cat(experts)
+
+
+def _chooser(modules: Modules, index: int, role: str) -> str:
+    """The module that says which experts a layer takes: the experts where they are given them, else the router."""
+    inside = [name for name in modules.named if name.startswith(f"{modules.layers[index]}.")]
+    given = [name for name in inside if not CHOICES.isdisjoint(inspect.signature(modules.named[name].forward).parameters)]
+    return given[0] if given else modules.by_role[index, role.replace("_routed", "_router")][0]
+
+
+def _choice(call: reference.Call, k: int, tokens: int) -> Tensor:
+    """The experts (T, K) of one call."""
+    for name in CHOICES & call.arguments.keys():
+        return call.arguments[name].view(tokens, k)
+    assert call.first_output is not None
+    return call.first_output.view(tokens, -1).topk(k).indices

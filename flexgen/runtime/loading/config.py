@@ -156,7 +156,7 @@ class Config:
     def _with_original_length(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
         """A rope's parameters with the length that stands beside them, and without what the spec reads for another purpose."""
         name, kind = "original_max_position_embeddings", parameters.get("rope_type", "default")
-        known = rope_parameters.known(kind) if kind in rope_parameters.REQUIRED else parameters.keys()
+        known = rope_parameters.known(kind) if isinstance(kind, str) and kind in rope_parameters.REQUIRED else parameters.keys()
         if self.values.get(name) is not None:
             length = self.int(name)
             parameters = {name: length, **parameters} if name in known else parameters

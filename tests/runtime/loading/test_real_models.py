@@ -10,6 +10,9 @@ from tests.tiny import SPECS, saved
 torch.set_num_threads(1)
 PROMPTS = [[3, 14, 15, 92, 65, 35], [9], list(range(2, 40)), [27, 18, 28]]
 
+LEAST = {"phi3": 17}
+"""Tokens of a prompt: longrope turns by its long factors from there on, as the engine does for every length."""
+
 
 def oracle(model, prompt, count, **settings):
     ids = torch.tensor([prompt])
@@ -29,9 +32,11 @@ def test_greedy_tokens_of_every_spec(spec):
     model, folder = saved(spec)
     llm = engine(folder, num_gpu_blocks_override=16)  # the longest needs 13: chunks, preemption and reuse all happen
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    least = LEAST.get(spec, 0)
+    prompts = [[*prompt, *range(40, 40 + least - len(prompt))] for prompt in PROMPTS]
     for _ in range(2):
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        for prompt, output in zip(PROMPTS, outputs):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs):
             assert output.outputs[0].token_ids == oracle(model, prompt, 12)
     assert llm.metrics()["free_blocks"] == llm.metrics()["total_blocks"]
 
