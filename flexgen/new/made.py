@@ -13,7 +13,8 @@ from flexgen.spec.load import Spec
 def class_defaults(spec: Spec, model_type: str) -> dict[str, Any] | None:
     """What transformers' config class fills in for the fields that a spec has defaults or fences for, and its flags.
 
-    What the class lacks, or the spec's fences rule out, stays as it is: the draft is marked there. None where transformers has no such class, or one that cannot be made without values.
+    What the class lacks, or the spec's fences rule out, stays as it is: the draft is marked there. None where transformers has
+    no such class, or one that cannot be made without values.
     """
     from transformers import CONFIG_MAPPING  # seconds of import that other drafts do not pay
 
