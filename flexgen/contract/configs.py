@@ -23,6 +23,8 @@ def normalise(raw: Mapping[str, Any], text_config: str | None) -> dict[str, Any]
     if text_config and config.get(text_config) is not None:
         config = _text_part(config, text_config)
     _move_rope(config)
+    if config.get("max_position_embeddings") is None and config.get("n_positions") is not None:
+        config["max_position_embeddings"] = config["n_positions"]  # GPT-2's name, which limits max_model_len as well
     return config
 
 

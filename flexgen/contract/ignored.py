@@ -58,6 +58,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
         "gradient_checkpointing": "training only",
         "use_reentrant": "training only",
         "embd_pdrop": "training only",
+        "attn_pdrop": "training only",
         "resid_pdrop": "training only",
         "z_loss_coefficient": "training only",
         "router_z_loss_coef": "training only",

@@ -18,8 +18,14 @@ REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(
         "llama3": frozenset({"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}),
         "yarn": frozenset({"rope_theta", "factor"}),
         "proportional": frozenset({"rope_theta"}),
+        "longrope": frozenset({"rope_theta", "short_factor", "long_factor"}),
     }
 )
+DYNAMIC = (
+    "`dynamic` changes the tables with the length of each request, so that keys in pages would be turned by other angles than "
+    "later queries"
+)
+"""Why one type of transformers is refused whatever a spec says."""
 _YARN = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 OPTIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -28,10 +34,15 @@ OPTIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         "llama3": frozenset({"original_max_position_embeddings"}),
         "yarn": frozenset({"original_max_position_embeddings"}) | _YARN,
         "proportional": frozenset({"factor"}),
+        "longrope": frozenset({"original_max_position_embeddings", "factor", "attention_factor"}),
     }
 )
+FACTORS = frozenset({"short_factor", "long_factor"})
+"""Lists of one divisor a frequency."""
 FLAGS = frozenset({"truncate", "mrope_interleaved"})
-NULLABLE: Mapping[str, frozenset[str]] = MappingProxyType({"yarn": (_YARN | {"factor"}) - FLAGS})
+NULLABLE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"yarn": (_YARN | {"factor"}) - FLAGS, "longrope": frozenset({"attention_factor", "factor"})}
+)
 """Keys whose null means that they are absent: configs of the family that brought the type write them so."""
 
 _ANY_SIGN = frozenset({"attention_factor", "mscale", "mscale_all_dim"})
@@ -55,6 +66,9 @@ def fault(kind: str, key: str, value: object) -> str | None:
         return None if isinstance(value, str) else "must be text"
     if key in FLAGS:
         return None if isinstance(value, bool) else "must be true or false"
+    if key in FACTORS:
+        listed = isinstance(value, list) and all(is_finite(item) and item > 0 and not isinstance(item, bool) for item in value)
+        return None if listed else "must be a list of numbers above 0"
     if key == "mrope_section":
         return None if isinstance(value, list) and all(type(item) is int for item in value) else "must be a list of numbers"
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
@@ -75,6 +89,12 @@ def misfit(parameters: Mapping[str, Any], head_dim: int, max_position: int) -> s
         return f"{turned} dims of a head of {head_dim} turn, and the number must be even and at least 2"
     if kind == "llama3" and (low := parameters["low_freq_factor"]) == parameters["high_freq_factor"]:
         return f"`low_freq_factor` and `high_freq_factor` are both `{low}`, and must differ"
+    if kind == "longrope":
+        for key in sorted(FACTORS):
+            if len(parameters[key]) != turned // 2:
+                return f"`{key}` has {len(parameters[key])} numbers, and {turned} turning dims have {turned // 2} frequencies"
+        if parameters.get("original_max_position_embeddings", max_position) < 2:
+            return "`original_max_position_embeddings`, or `max_position_embeddings` in its place, must be at least 2"
     if kind == "yarn" and parameters["rope_theta"] == 1:
         return "`rope_theta` is `1`, and yarn divides by its logarithm"
     if kind in ("llama3", "yarn") and parameters.get("original_max_position_embeddings", max_position) < 1:

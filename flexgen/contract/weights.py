@@ -15,10 +15,15 @@ Kind = Literal["linear", "router", "embedding", "experts", "convolution", "vecto
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the checkpoint (`*` stands for the layer index) and the rows, dim 0, that it fills of its weight."""
+    """One tensor of the checkpoint (`*` stands for the layer index) and the rows, dim 0, that it fills of its weight.
+
+    blocks  of a tensor that holds several things: the outputs of each, end to end in each of `groups` equal parts
+    """
 
     name: str
     rows: int
+    blocks: tuple[int, ...] = ()
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Weight:
     kind        what it is for
     axes        what each dim counts; "" where that is the stream, or nothing that could be divided
     modules     what adapters call its parts; of experts the stacked parameter, then modules of one expert, `*`
-    transposed  experts lie as (in, out), else as (out, in)
+    transposed  linear modules and experts lie as (in, out), else as (out, in)
     routes      of a router: where a layer leaves each token's experts on request, and how many it chooses
     """
 
@@ -75,9 +80,31 @@ class Weight:
     routes: tuple[str, int] | None = None
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The outputs of one module that holds several things: those of each, end to end in each of `groups` equal parts."""
+
+    blocks: tuple[int, ...]
+    groups: int
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the module."""
+        return sum(self.blocks)
+
+
+def packed(*blocks: int, groups: int = 1) -> Packed:
+    """Queries, keys and values, or gate and up, of one module."""
+    return Packed(blocks, groups)
+
+
+def _part(name: str, outputs: int | Packed) -> Part:
+    return Part(name, outputs.rows, outputs.blocks, outputs.groups) if isinstance(outputs, Packed) else Part(name, outputs)
+
+
 def linear(
     role: str,
-    rows: Mapping[str, int],
+    rows: Mapping[str, int | Packed],
     columns: int,
     *,
     out: str = "",
@@ -85,17 +112,23 @@ def linear(
     bias: bool | None = None,
     fp32: bool = False,
     kind: Kind = "linear",
+    transposed: bool = False,
 ) -> list[Weight]:
     """Linear modules end to end, each with its rows, and their biases: None where there are none, else whether they are there.
 
-    `out` and `into` say what the rows and the columns count: heads, inner, vocab, experts.
+    `out` and `into` say what the rows and the columns count: heads, inner, vocab, experts. `transposed` says that the one
+    module lies as (columns, rows).
     """
-    parts = tuple(Part(f"{module}.weight", count) for module, count in rows.items())
-    total = sum(rows.values())
+    parts = tuple(_part(f"{module}.weight", count) for module, count in rows.items())
+    total = sum(part.rows for part in parts)
     weight = Weight(role, (total, columns), parts, fp32=fp32, kind=kind, axes=(out, into), modules=tuple(rows))
+    if transposed:
+        (part,) = parts
+        parts = (replace(part, rows=columns),)
+        weight = replace(weight, shape=(columns, total), parts=parts, axes=(into, out), transposed=True)
     if bias is None:
         return [weight]
-    parts = tuple(Part(f"{module}.bias", count) for module, count in rows.items())
+    parts = tuple(_part(f"{module}.bias", count) for module, count in rows.items())
     return [weight, Weight(f"{role}_bias", (total,), parts, present=bias, fp32=fp32, kind="bias", axes=(out,))]
 
 
@@ -120,6 +153,12 @@ def embedding(role: str, vocab: int, columns: int, module: str | None = None, *,
     return weight
 
 
+def positions(role: str, length: int, columns: int, module: str | None = None, *, fp32: bool = False) -> Weight:
+    """A table of one row a position."""
+    (weight,) = linear(role, {module or role: length}, columns, fp32=fp32, kind="embedding")
+    return weight
+
+
 def head(
     role: str, vocab: int, columns: int, module: str | None = None, *, same_as: str | None = None, fp32: bool = False
 ) -> Weight:
@@ -128,9 +167,15 @@ def head(
     return replace(weight, same_as=same_as)
 
 
-def norm(role: str, size: int, module: str | None = None, *, fp32: bool = False) -> Weight:
-    """The gain of a norm's module."""
-    return vector(role, size, f"{module or role}.weight", fp32=fp32)
+def norm(role: str, size: int, module: str | None = None, *, of: str = "", fp32: bool = False) -> Weight:
+    """The gain of a norm's module; `of` says what it counts."""
+    return vector(role, size, f"{module or role}.weight", of=of, fp32=fp32)
+
+
+def head_norm(role: str, heads: int, width: int, module: str, *, fp32: bool = False) -> Weight:
+    """The gain of a norm over each head, of which every head has its own."""
+    parts = (Part(f"{module}.weight", heads),)
+    return Weight(role, (heads, width), parts, fp32=fp32, kind="vector", axes=("heads", ""))
 
 
 def vector(role: str, size: int, tensor: str | None = None, *, of: str = "", fp32: bool = False) -> Weight:
@@ -138,9 +183,16 @@ def vector(role: str, size: int, tensor: str | None = None, *, of: str = "", fp3
     return Weight(role, (size,), (Part(tensor or role, size),), fp32=fp32, kind="vector", axes=(of,))
 
 
-def bias(role: str, shape: tuple[int, ...], tensor: str, *, axes: tuple[str, ...], fp32: bool = False) -> Weight:
+def bias(
+    role: str, shape: tuple[int, ...], tensor: str, *, axes: tuple[str, ...], present: bool = True, fp32: bool = False
+) -> Weight:
     """A tensor that is added, where no linear module of one tensor has it."""
-    return Weight(role, shape, (Part(tensor, shape[0]),), fp32=fp32, kind="bias", axes=axes)
+    return Weight(role, shape, (Part(tensor, shape[0]),), present=present, fp32=fp32, kind="bias", axes=axes)
+
+
+def scalar(role: str, tensor: str, *, fp32: bool = False) -> Weight:
+    """A tensor of one number, without dims."""
+    return Weight(role, (), (Part(tensor, 1),), fp32=fp32, kind="vector", axes=())
 
 
 def convolution(role: str, channels: int, kernel: int, module: str, *, fp32: bool = False) -> Weight:

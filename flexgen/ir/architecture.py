@@ -14,13 +14,18 @@ from flexgen.ir.code import Size
 
 @dataclass(frozen=True)
 class NormCall:
-    """A norm applied somewhere: the runtime function, its gain and its epsilon, as code."""
+    """A norm applied somewhere: the runtime function, its gain, bias (None: it takes none) and epsilon, as code.
+
+    `whole` says that it is over all heads at once.
+    """
 
     function: str
     gain: str
     eps: Size | str
     why: str | None
     path: str
+    bias: str | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,19 @@ class Row:
     make: str
     arguments: tuple[str, ...]
     tensors: tuple[str, ...]
-    rows: tuple[tuple[str, Size], ...] = ()
+    rows: tuple[tuple[str, Size | str], ...] = ()
     fp32: bool = False
     merge: str | None = None
     is_list: bool = False
+    transposed: bool = False
 
     @property
     def role(self) -> str:
         return self.roles[0]
+
+    @property
+    def code(self) -> str:
+        return f"w.{self.role}.t()" if self.transposed else f"w.{self.role}"
 
 
 @dataclass(frozen=True)
@@ -77,21 +87,31 @@ class Attention:
     projection: str
     bias: str | None
     splits: tuple[Split, ...]
+    groups: bool
+    clip: Size | None
     packed_gate: bool
+    gate: str | None
     value_from_key: bool
     q_norm: NormCall | None
     k_norm: NormCall | None
     v_norm: NormCall | None
+    norms_first: bool
     rope: str | None
+    rotate: str
+    query_scale: tuple[Size, ...]
+    query_scale_fp32: bool
     heads: Size
     kv_heads: Size
     head_dim: Size
     scale: Size | str
     window: Size | None
+    chunk: Size | None
+    alibi: Size | None
     sinks: str | None
     softcap: Size | None
     softmax_fp32: str | None
     kv_of: str | None
+    o: str
     o_bias: str | None
     table: WeightTable
     path: str
@@ -117,14 +137,21 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class Mlp:
+    """`act` takes `acted` and its own `act_weights`; `gated` MLPs multiply the result with up."""
+
     name: str
     function: str
     act: str
+    acted: str
+    act_weights: tuple[str, ...]
+    gated: bool
     gate_up: str
     gate_up_bias: str | None
+    inner_norm: NormCall | None
     down: str
     down_bias: str | None
     out_gate: str | None
+    arguments: tuple[str, ...]
     table: WeightTable
     path: str
     why: str | None
@@ -166,7 +193,7 @@ class Statement:
     op      fields used besides `out` and `input`
     norm    norm           linear  weight, bias    act    act, value    gain  weight      scale  value
     times   value          add     terms, norm     call   function, arguments (after w and input), slot
-    embed   weight, value  name    nothing         code    value: the whole right side
+    embed   weight, value  name    nothing         code    value: the whole right side         positions  weight, value
 
     `slot` names the slot of the block that a call fills.
     """
@@ -236,6 +263,9 @@ class LayerInput:
 class Head:
     norm: NormCall
     weight: str
+    bias: str | None
+    fp32: bool
+    scale: Size | None
     softcap: Size | None
     why: str | None
 
@@ -279,7 +309,7 @@ class Architecture:
     blocks: tuple[Block, ...]
     kinds: tuple[Kind, ...]
     schedules: tuple[RuleList, ...]
-    embedding: Statement
+    embedding: tuple[Statement, ...]
     head: Head
     tables: tuple[WeightTable, ...]
     merges: tuple[Merge, ...]

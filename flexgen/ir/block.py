@@ -74,7 +74,8 @@ def layer_input(parts: Parts, name: str, entry: models.LayerInput) -> tuple[ir.L
     """A value made once from the embedded tokens, whose steps see one layer's slice in the last dimension; its weights."""
     at = ("layer_inputs", name)
     size = parts.scope.code(entry.size, (*at, "size"))
-    steps = Lowering(parts, Rows(fp32=parts.model.checkpoint.fp32), {}, view=(dim("layers"), size))
+    rows = Rows(fp32=parts.model.checkpoint.fp32, transposed=parts.model.checkpoint.transposed)
+    steps = Lowering(parts, rows, {}, view=(dim("layers"), size))
     value, statements = steps.steps(entry.steps, (*at, "steps"), steps.stream, name)
     if value.width != size:
         message = f"`{name}` ends with width {shown(value.width)}, and its `size` is {shown(size)}"

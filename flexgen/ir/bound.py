@@ -25,6 +25,9 @@ class Rope:
     parameters: str
     types: tuple[str, ...]
     head_dim: Size
+    turned: Size | None
+    fp32: bool
+    rounded: bool
     path: str
     why: str | None
 

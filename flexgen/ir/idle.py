@@ -20,8 +20,28 @@ def check_attention(
 ) -> None:
     """Report the fields of an attention that its other fields leave without effect."""
     _check_unique(entry.skip, (*at, "skip"), problems)
-    for field, reason in _idle(entry, has_gain):
-        default = models.Attention.model_fields[field].default
+    _check_idle(entry, _idle(entry, has_gain), at, problems)
+
+
+def check_mlp(entry: models.Mlp, at: SpecPath, has_gain: Callable[[str], bool], problems: Problems) -> None:
+    """Report the fields of an MLP that its other fields leave without effect."""
+    _check_idle(entry, _idle_mlp(entry, has_gain), at, problems)
+
+
+def _idle_mlp(entry: models.Mlp, has_gain: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    if entry.down_bias == entry.bias:
+        yield "down_bias", "it is what `bias` says"
+    if not entry.gated:
+        yield from ((field, "there is no gate") for field in ("gate", "gate_up"))
+    if entry.gate_up != "none":
+        yield from ((field, f"`{entry.gate_up}` holds gate and up") for field in ("gate", "up"))
+    if not has_gain(entry.inner_norm):
+        yield "inner_norm_weight", "no norm has that weight"
+
+
+def _check_idle(entry: models.Entry, idle: Iterator[tuple[str, str]], at: SpecPath, problems: Problems) -> None:
+    for field, reason in idle:
+        default = type(entry).model_fields[field].default
         if getattr(entry, field) == default:
             continue
         here = (*at, field)
@@ -33,6 +53,16 @@ def check_attention(
 
 def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
     shared = entry.kv_of != "none"
+    if entry.packed == "none":
+        yield "qkv", "q, k and v are modules of their own"
+    else:
+        yield from ((field, f"`{entry.qkv}` holds q, k and v") for field in ("q", "k", "v"))
+    if entry.o_bias == entry.bias:
+        yield "o_bias", "it is what `bias` says"
+    if (entry.q_norm, entry.k_norm) == ("none", "none"):
+        yield from ((field, "there is no norm of q or k") for field in ("qk_norm_over", "qk_norm_when"))
+    if entry.rope == "none":
+        yield "qk_norm_when", "there is no rope"
     if shared:
         yield from ((field, f"keys and values are those that `{entry.kv_of}` made") for field in KEYS_AND_VALUES)
     elif entry.value == "from_key":
@@ -45,12 +75,23 @@ def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[
 
 def check_checkpoint(checkpoint: Checkpoint, rows: Iterable[ir.Row], problems: Problems) -> None:
     """Report what `checkpoint` lists twice, tensors kept in fp32 that no weight has, and a bad name of the layers."""
-    for field in ("model_types", "prefix", "skip", "fp32", "ignore"):
+    for field in ("model_types", "prefix", "skip", "fp32", "transposed", "ignore"):
         _check_unique(getattr(checkpoint, field), (*CHECKPOINT, field), problems)
     if checkpoint.layers.count("*") != 1:
         message = "`layers` needs one `*`, the index of the layer"
         problems.add("SPEC021", message, (*CHECKPOINT, "layers"), help="as in `layers.*`")
+    rows = list(rows)
     names = {name for row in rows for name in row.tensors}
+    linear = sorted({name.removesuffix(".weight") for row in rows if row.make in ("linear", "router") for name in row.tensors})
+    for index, name in enumerate(checkpoint.transposed):
+        if name not in linear:
+            help = f"names are written below the prefix, as in `{linear[0]}`" if linear else "no weight is a linear module"
+            message = f"`{name}` has no effect: it is no linear module"
+            problems.add("SPEC010", message, (*CHECKPOINT, "transposed", index), help=help)
+    for row in rows:
+        if row.transposed and len(row.rows) > 1:
+            message = f"modules in (in, out) layout cannot lie end to end: {', '.join(name for name, _ in row.rows)}"
+            problems.add("SPEC025", message, (*CHECKPOINT, "transposed"), key=True, help="only a module that is a weight of its own")
     for index, name in enumerate(checkpoint.fp32):
         if name not in names:
             at = (*CHECKPOINT, "fp32", index)

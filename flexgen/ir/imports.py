@@ -20,9 +20,11 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
     activations = {*(s.act for s in statements if s.op == "act"), *(mlp.act for mlp in arch.mlps)}
     routing = " ".join(str(line.value) for m in arch.moes for line in m.route_lines)
     uses_torch = "torch." in routing
+    own = {name for name in ("gelu_new", "quick_gelu", "relu2", "xielu") if name in activations}
     uses_torch = uses_torch or "sigmoid" in activations or any(mlp.out_gate for mlp in arch.mlps)
     norms = {s.norm.function for s in statements if s.norm} | {arch.head.norm.function}
-    ops = {"project"} | norms | ({"softcap"} if arch.head.softcap else set())
+    norms |= {mlp.inner_norm.function for mlp in arch.mlps if mlp.inner_norm}
+    ops = {"project"} | own | norms | ({"softcap"} if arch.head.softcap else set())
     ops |= {"rounded"} if any(str(s.value or "").startswith("rounded(") for s in statements) else set()
     routed = {"experts"} | {name for name in ("top_k", "renormalise", "keep_groups", "sparsemixer") if f"{name}(" in routing}
     checks = (["check_groups"] if arch.groupings else []) + (["check_heads"] if arch.divisions else [])
@@ -48,7 +50,9 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
 
 def _attention(arch: ir.Architecture) -> tuple[str, ...]:
     norms = {norm.function for a in arch.attentions for norm in (a.q_norm, a.k_norm, a.v_norm) if norm}
-    ops = {"project"} | norms | ({"rotate"} if any(a.rope for a in arch.attentions) else set())
+    ops = {"project"} | norms | {a.rotate for a in arch.attentions if a.rope}
+    ops |= {"clip"} if any(a.clip for a in arch.attentions) else set()
+    ops |= {"scale_queries"} if any(a.query_scale for a in arch.attentions) else set()
     ops |= {"gated_rms_norm"} if arch.gdns else set()
     owners = [a for a in arch.attentions if not a.kv_of]
     states = {"State"} | ({"Pages"} if owners else set()) | ({"Slots"} if arch.gdns else set())
@@ -83,6 +87,7 @@ def _mixer_codes(arch: ir.Architecture) -> Iterator[str]:
         yield from (str(item) for row in part.table.rows for item in (*row.arguments, *(rows for _, rows in row.rows)))
     for a in arch.attentions:
         norms = [norm.eps for norm in (a.q_norm, a.k_norm, a.v_norm) if norm]
+        yield from map(str, (a.clip, *a.query_scale, a.chunk, a.alibi))
         yield from map(str, (a.scale, a.window, a.softcap, a.heads, a.kv_heads, a.head_dim, *norms))
     for g in arch.gdns:
         yield from map(str, (g.key_heads, g.key_dim, g.value_heads, g.value_dim, g.kernel, g.eps))
@@ -100,7 +105,7 @@ def _from(module: str, names: Iterable[str]) -> str:
 
 def _statements(arch: ir.Architecture) -> Iterator[ir.Statement]:
     """Every line that the walker computes, but for those of its fixed functions."""
-    yield arch.embedding
+    yield from arch.embedding
     for layer_input in arch.layer_inputs:
         yield from layer_input.statements
     for part in (part for block in arch.blocks for part in block.parts):
@@ -122,4 +127,7 @@ def _codes(arch: ir.Architecture, statements: Iterable[ir.Statement]) -> Iterato
             yield from (str(item) for row in table.rows for item in (*row.arguments, *(rows for _, rows in row.rows)))
     yield from (dim.read for dim in arch.dims)
     yield from (rule.arguments for rule in arch.rules)
-    yield from map(str, (arch.head.norm.eps, arch.head.softcap, *(rope.head_dim for rope in arch.ropes)))
+    yield from map(str, (arch.head.norm.eps, arch.head.scale, arch.head.softcap))
+    yield from (str(size) for rope in arch.ropes for size in (rope.head_dim, rope.turned))
+    for mlp in arch.mlps:
+        yield from (mlp.acted, str(mlp.inner_norm.eps if mlp.inner_norm else ""))

@@ -17,8 +17,10 @@ from flexgen.ir.problems import Problems
 from flexgen.ir.rows import Rows
 from flexgen.ir.schedule import schedules
 from flexgen.ir.scope import Scope
-from flexgen.ir.shared import norm_why
+from flexgen.ir.shared import bias, norm_why
 from flexgen.ir.tiny import check_tiny, fences
+from flexgen.spec import models
+from flexgen.spec.diagnostics import SpecPath
 from flexgen.spec.load import Spec
 
 
@@ -34,7 +36,7 @@ class _Resolver:
         self.problems = Problems(spec)
         self.scope = Scope(self.problems, self.model.dims)
         self.parts = Parts(self.model, self.scope, self.problems)
-        self.rows = Rows(fp32=self.model.checkpoint.fp32)
+        self.rows = Rows(fp32=self.model.checkpoint.fp32, transposed=self.model.checkpoint.transposed)
 
     def architecture(self) -> ir.Architecture:
         model, parts = self.model, self.parts
@@ -45,12 +47,12 @@ class _Resolver:
             made, rows = layer_input(parts, name, entry)
             inputs.append(made)
             input_rows += rows
-        embedding, embedding_row = self._embedding()
-        head, head_rows = self._head(embedding_row)
+        embedding, embedding_rows = self._embedding()
+        head, head_rows = self._head(embedding_rows[0])
         rules = schedules(model, self.scope, self.problems)
         ropes = self._ropes()
         self._check_unused(kinds)
-        tables = tuple(self._tables(block_tables, (embedding_row, *input_rows, *head_rows)))
+        tables = tuple(self._tables(block_tables, (*embedding_rows, *input_rows, *head_rows)))
         dims = self.scope.dims()
         self.problems.raise_if_any()
         check_tiny(self.spec, self.scope, dims, self.problems)
@@ -82,7 +84,7 @@ class _Resolver:
         self.problems.raise_if_any()
         return replace(architecture, imports=imports(architecture))
 
-    def _embedding(self) -> tuple[ir.Statement, ir.Row]:
+    def _embedding(self) -> tuple[tuple[ir.Statement, ...], list[ir.Row]]:
         entry = self.model.embedding
         role = entry.weight.replace(".", "_")
         row = self.rows.embedding(role, dim("vocab"), dim("hidden"), entry.weight)
@@ -99,31 +101,57 @@ class _Resolver:
                 key=True,
                 help=help,
             )
-        return ir.Statement(
-            "embed", "x_TD", "ids_T", "embedding", weight=f"w.{role}", value=scale, comment=entry.why
-        ), row
+        line = ir.Statement("embed", "x_TD", "ids_T", "embedding", weight=f"w.{role}", value=scale, comment=entry.why)
+        lines, rows = self._after_embedding(entry)
+        return (line, *lines), [row, *rows]
+
+    def _after_embedding(self, entry: models.Embedding) -> tuple[list[ir.Statement], list[ir.Row]]:
+        """Learned positions, and the norm of the embedded tokens."""
+        lines: list[ir.Statement] = []
+        rows: list[ir.Row] = []
+        if entry.positions is not None:
+            at, module = ("embedding", "positions"), entry.positions.weight
+            length = self.scope.code(entry.positions.length, (*at, "length"))
+            offset = self.scope.code(entry.positions.offset, (*at, "offset"))
+            role = module.replace(".", "_")
+            rows.append(self.rows.positions(role, length + offset if entry.positions.offset != "0" else length, dim("hidden"), module))
+            shift = offset if entry.positions.offset != "0" else None
+            lines.append(ir.Statement("positions", "x_TD", "x_TD", "embedding", weight=f"w.{role}", value=shift))
+        if entry.norm is not None:
+            call, norm_rows = self._end_norm(entry.norm, ("embedding", "norm"))
+            lines.append(ir.Statement("norm", "x_TD", "x_TD", "embedding", norm=call, comment=norm_why(entry.norm, call)))
+            rows += norm_rows
+        return lines, rows
+
+    def _end_norm(self, entry: models.NormStep, at: SpecPath) -> tuple[ir.NormCall, list[ir.Row]]:
+        """A norm outside of the layers, and its weights."""
+        role = (entry.weight or "").replace(".", "_")
+        call = self.parts.norm(entry.norm, (*at, "norm"), f"w.{role}")
+        if self.parts.has_gain(entry.norm):
+            if entry.weight is None:
+                message = f"the norm `{entry.norm}` has a gain, and this step names no weight"
+                self.problems.add("SPEC019", message, at, key=True)
+        elif entry.weight is not None and entry.norm in self.model.norms:
+            message = f"the norm `{entry.norm}` has no gain to use this weight"
+            help = "remove it, or name a norm with a gain"
+            self.problems.add("SPEC018", message, (*at, "weight"), help=help)
+        rows = list(self.parts.norm_rows(self.rows, entry.norm, role, dim("hidden"), entry.weight or ""))
+        return call or ir.NormCall("rms_norm", "None", "0", None, "norms"), rows
 
     def _head(self, embedding: ir.Row) -> tuple[ir.Head, list[ir.Row]]:
         entry = self.model.head
-        rows = []
-        norm_role = (entry.norm.weight or "").replace(".", "_")
-        call = self.parts.norm(entry.norm.norm, ("head", "norm", "norm"), f"w.{norm_role}")
-        if self.parts.has_gain(entry.norm.norm):
-            if entry.norm.weight is None:
-                message = f"the norm `{entry.norm.norm}` has a gain, and this step names no weight"
-                self.problems.add("SPEC019", message, ("head", "norm"), key=True)
-            rows.append(self.rows.norm(norm_role, dim("hidden"), entry.norm.weight or ""))
-        elif entry.norm.weight is not None and entry.norm.norm in self.model.norms:
-            message = f"the norm `{entry.norm.norm}` has no gain to use this weight"
-            help = "remove it, or name a norm with a gain"
-            self.problems.add("SPEC018", message, ("head", "norm", "weight"), help=help)
+        call, rows = self._end_norm(entry.norm, ("head", "norm"))
         role = entry.weight.replace(".", "_")
         tied = self.scope.flag(entry.tied, ("head", "tied"))
         rows.append(self.rows.head(role, dim("vocab"), dim("hidden"), entry.weight, tied, embedding.role))
+        has_bias = self.scope.flag(entry.bias, ("head", "bias"))
+        if has_bias is not False:
+            rows.append(self.rows.bias(f"{role}_bias", (dim("vocab"),), f"{entry.weight}.bias", ("vocab",), has_bias))
+        scale = None if entry.scale == "1" else self.scope.code(entry.scale, ("head", "scale"), "float")
         softcap = self.scope.optional(entry.softcap, ("head", "softcap"))
-        call = call or ir.NormCall("rms_norm", "None", "0", None, "norms")
         call = replace(call, why=norm_why(entry.norm, call))
-        return ir.Head(call, f"w.{role}", softcap, entry.why), rows
+        is_fp32 = entry.dtype == "fp32"
+        return ir.Head(call, f"w.{role}", bias(has_bias, role), is_fp32, scale, softcap, entry.why), rows
 
     def _ropes(self) -> tuple[ir.Rope, ...]:
         found = []
@@ -134,9 +162,13 @@ class _Resolver:
                 message = f"rope `{name}` serves heads of different widths"
                 self.problems.add("SPEC017", message, ("ropes", name), key=True, help="define one rope a width")
             if users:
-                width = users[0].head_dim
-                path = f"ropes.{name}"
-                found.append(ir.Rope(rope_field(name), entry.parameters, tuple(entry.types), width, path, entry.why))
+                turned = entry.turned and self.scope.code(entry.turned, ("ropes", name, "turned"))
+                types, is_fp32 = tuple(entry.types), entry.compute == "fp32"
+                if entry.tables == "model" and not is_fp32:
+                    message = "`tables` has no effect: they have the dtype of `compute`"
+                    self.problems.add("SPEC010", message, ("ropes", name, "tables"), key=True, help="remove it")
+                made = (rope_field(name), entry.parameters, types, users[0].head_dim, turned or None, is_fp32, entry.tables == "model")
+                found.append(ir.Rope(*made, f"ropes.{name}", entry.why))
         return tuple(found)
 
     def _divisions(self) -> tuple[ir.Division, ...]:

@@ -75,7 +75,8 @@ def _choice(shared: Shared, name: str, entry: models.Moe, here: SpecPath) -> tup
 
 def _chosen(shared: Shared, name: str, entry: models.Moe, here: SpecPath, source: str) -> list[ir.Statement]:
     top_k = shared.scope.code(entry.top_k, (*here[:-1], "top_k"))
-    found = f"top_k({source}, {top_k}, w.{name}_routed)"
+    by_order = ", by_order=True" if entry.router.after_top_k == "sparsemixer" else ""  # it weighs the first of equals first
+    found = f"top_k({source}, {top_k}, w.{name}_routed{by_order})"
     if entry.router.choice_bias == "none":
         return [_line("weights_TK, experts_TK", found, (*here[:-1], "top_k"))]
     gathered = _line("weights_TK", "scores_TE.gather(1, experts_TK)", (*here, "choice_bias"))

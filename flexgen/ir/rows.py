@@ -12,19 +12,25 @@ from flexgen.ir.code import Size
 Flag = bool | Size
 """Settled by the spec, or by the checkpoint."""
 
-Modules = Sequence[tuple[str, Size]]
-"""Linear modules end to end, each with its rows."""
+Modules = Sequence[tuple[str, Size | str]]
+"""Linear modules end to end, each with its rows: a number of them, or code for what a module holds."""
+
+
+def packed(*blocks: Size, groups: Size | None = None) -> str:
+    """Rows of a module that holds several things."""
+    return f"weights.packed({', '.join(map(str, blocks))}{f', groups={groups}' if groups else ''})"
 
 
 class Rows:
     """Makes the rows of a table whose tensors are below `place`: a layer, or nothing for the model's own.
 
-    `fp32` names tensors whose weights stay in fp32.
+    `fp32` names tensors whose weights stay in fp32, `transposed` linear modules that lie as (in, out).
     """
 
-    def __init__(self, place: str = "", fp32: Sequence[str] = ()) -> None:
+    def __init__(self, place: str = "", fp32: Sequence[str] = (), transposed: Sequence[str] = ()) -> None:
         self.place = place
         self.fp32 = frozenset(fp32)
+        self.transposed = frozenset(transposed)
 
     def _row(self, role: str, make: str, arguments: tuple[str, ...], tensors: Sequence[str], **fields: Any) -> Row:
         names = tuple(self.place + tensor for tensor in tensors)
@@ -37,6 +43,8 @@ class Rows:
         """A weight of linear modules, and its bias where there can be one."""
         options = [f'{name}="{axis}"' for name, axis in (("out", out), ("into", into)) if axis]
         options += [f"bias={bias}"] if bias is not False else []
+        transposed = any(self.place + module in self.transposed for module, _ in rows)
+        options += ["transposed=True"] if transposed else []
         tensors = [f"{module}.weight" for module, _ in rows]
         tensors += [f"{module}.bias" for module, _ in rows] if bias is not False else []
         roles = (role, f"{role}_bias") if bias is not False else (role,)
@@ -49,6 +57,7 @@ class Rows:
             rows=tuple(rows),
             merge="merge_linear",
             is_list=True,
+            transposed=transposed,
         )
 
     def router(self, role: str, rows: Modules, columns: Size, routed: str, top_k: Size, bias: Flag = False) -> Row:
@@ -67,16 +76,28 @@ class Rows:
         arguments = (str(vocab), str(columns), *_unless(role, module), *same)
         return self._row(role, "head", arguments, (f"{module}.weight",), merge="merge_linear")
 
-    def norm(self, role: str, size: Size, module: str) -> Row:
-        return self._row(role, "norm", (str(size), *_unless(role, module)), (f"{module}.weight",))
+    def norm(self, role: str, size: Size, module: str, of: str = "") -> Row:
+        options = (f'of="{of}"',) if of else ()
+        return self._row(role, "norm", (str(size), *_unless(role, module), *options), (f"{module}.weight",))
+
+    def head_norm(self, role: str, heads: Size, width: Size, module: str) -> Row:
+        return self._row(role, "head_norm", (str(heads), str(width), f'"{module}"'), (f"{module}.weight",))
+
+    def positions(self, role: str, length: Size, columns: Size, module: str) -> Row:
+        arguments = (str(length), str(columns), *_unless(role, module))
+        return self._row(role, "positions", arguments, (f"{module}.weight",))
+
+    def scalar(self, role: str, tensor: str) -> Row:
+        return self._row(role, "scalar", (f'"{tensor}"',), (tensor,))
 
     def vector(self, role: str, size: Size, tensor: str, of: str = "") -> Row:
         options = (f'of="{of}"',) if of else ()
         return self._row(role, "vector", (str(size), *_unless(role, tensor), *options), (tensor,))
 
-    def bias(self, role: str, shape: Sequence[Size], tensor: str, axes: Sequence[str]) -> Row:
+    def bias(self, role: str, shape: Sequence[Size], tensor: str, axes: Sequence[str], present: Flag = True) -> Row:
         code, names = _tuple(map(str, shape)), _tuple(f'"{axis}"' for axis in axes)
-        return self._row(role, "bias", (code, f'"{tensor}"', f"axes={names}"), (tensor,))
+        options = () if present is True else (f"present={present}",)
+        return self._row(role, "bias", (code, f'"{tensor}"', f"axes={names}", *options), (tensor,))
 
     def convolution(self, role: str, channels: Size, kernel: Size, module: str) -> Row:
         arguments = (str(channels), str(kernel), f'"{module}"')

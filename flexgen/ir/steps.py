@@ -80,7 +80,15 @@ class Lowering:
         if last is not None and last.op == "norm" and not (last.comment and part.why):
             total = replace(last, op="add", out=STREAM, terms=(STREAM,), comment=last.comment or part.why)
             return [*statements[:-1], total]
-        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, value.name), comment=part.why)
+        terms: tuple[str, ...] = (value.name,)
+        has_sum = last is not None and last.op == "add" and not last.norm
+        if part.in_turn and has_sum:
+            *statements, summed = statements
+            terms = summed.terms
+        elif part.in_turn and not isinstance(part.add[-1], models.SumStep):
+            message = "`in_turn` has no effect: the branch ends with no `sum`"
+            self.problems.add("SPEC010", message, (*path, "in_turn"), key=True, help="remove it")
+        total = ir.Statement("add", STREAM, STREAM, show_path(path), terms=(STREAM, *terms), comment=part.why)
         return [*statements, total]
 
     def steps(self, steps: list, path: SpecPath, value: Value, base: str) -> Lowered:
@@ -134,7 +142,8 @@ class Lowering:
             self.problems.add("SPEC018", message, (*path, "weight"), help=help)
         call = self.parts.norm(step.norm, (*path, "norm"), f"w.{role}")
         if gain and step.weight is not None:
-            self._own(self.make.norm(role, value.width, step.weight), path)
+            for row in self.parts.norm_rows(self.make, step.norm, role, value.width, step.weight):
+                self._own(row, path)
         return self._line("norm", path, value, base, norm=call, comment=norm_why(step, call))
 
     def _linear(self, step: models.LinearStep, path: SpecPath, value: Value, base: str) -> Lowered:
@@ -149,8 +158,9 @@ class Lowering:
             if step.size is None:
                 self.problems.add("SPEC005", "a linear step needs its `size`", path, help="add `size: DIM`")
             width = rows = self.scope.code(step.size or "0", (*path, "size"))
-        self._own(self.make.linear(role, [(step.linear, rows)], value.width), path)
-        out, where, weight = self._out(base, width), show_path(path), f"w.{role}"
+        row = self.make.linear(role, [(step.linear, rows)], value.width)
+        self._own(row, path)
+        out, where, weight = self._out(base, width), show_path(path), row.code
         terms = tuple(map(str, self._view or ()))
         return out, [ir.Statement("linear", out.name, value.name, where, weight=weight, terms=terms, comment=step.why)]
 
@@ -267,6 +277,8 @@ class Lowering:
         if section in MIXERS:
             self.mixers.append(entry)
             arguments = ("dims", "step")
+        elif section == "mlp":
+            arguments = part.arguments
         marker = _cache_marker(section, part)
         return self._line("call", path, value, base, function=part.function, arguments=arguments, slot=slot, comment=marker)
 

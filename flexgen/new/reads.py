@@ -65,6 +65,7 @@ def fit(spec: Spec, given: Given) -> Fit:
     scheduled |= {path for _, rule in model.rules for path in _rule_paths(rule, model)}
     known = paths | scheduled | {entry.parameters for entry in model.ropes.values()}
     known |= {*model.checkpoint.require, *model.checkpoint.ignore, *NO_EFFECT, "rope_parameters"}
+    known |= {"original_max_position_embeddings"} if model.ropes else set()  # read beside the ropes' own parameters
     known |= {"per_layer_config"} if any(path.startswith("layers.") for path in paths) else set()
     return Fit(
         serves=serves,

@@ -63,6 +63,18 @@ def _operand(code: object) -> str:
     return f"({code})" if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Pow) else str(code)
 
 
+def _norm(norm: Any, x: str) -> str:
+    """A call of a norm of x; one over all heads at once sees them end to end."""
+    if norm.whole:
+        return f"{norm.function}({', '.join(_given([f'{x}.flatten(1)', norm.gain, norm.bias, norm.eps]))}).view_as({x})"
+    return f"{norm.function}({', '.join(_given([x, norm.gain, norm.bias, norm.eps]))})"
+
+
+def _given(items: Iterable[object]) -> list[str]:
+    """Those of the items that there are, as text."""
+    return [str(item) for item in items if item]
+
+
 def _call(arguments: Iterable[object], function: str, before: int) -> str:
     """A call with the arguments that are given, on one line where it fits behind `before` columns, else filled."""
     listed = [str(item) for item in arguments if item]
@@ -89,6 +101,7 @@ def _weight_row(row: Any) -> str:
     if rows and rest[1:] and max(map(len, two.split("\n"))) + 8 <= WIDTH:
         return two
     if rows:
+        rows = [item if len(item) < WIDTH - 12 else item.replace("packed(", f"packed(\n{' ' * 16}") for item in rows]
         return "\n".join([f"{call}, {{", *(f"            {item}," for item in rows), f"        }}, {', '.join(rest)})"])
     return f"{call},\n            {_filled(rest, 12).removesuffix(',')})"
 
@@ -109,7 +122,8 @@ FILTERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "filled_dict": _filled_dict,
         "comment": lambda text: f"  # {' '.join(str(text).split())}" if text else "",
         "docstring": lambda text: " ".join(text.split()).replace("\\", "\\\\").replace('"', '\\"'),
-        "given": lambda items: [item for item in items if item],
+        "given": _given,
+        "norm": _norm,
         "named": lambda code, name: f"{name}={code}" if code else None,
         "code_tuple": lambda items: f"({', '.join(items)}{',' if len(items) == 1 else ''})",
         "times": lambda code: f" * {_operand(code)}" if code else "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -35,8 +35,10 @@ class Checkpoint(Section):
     text_config: ConfigPath | None = Field(
         None, description="Where a multimodal config.json nests the text model's config. Absent: the whole file is it."
     )
-    prefix: list[TensorName] = Field(
-        ["model"], min_length=1, description="Prefixes of the text model's tensors; a file uses exactly one of them."
+    prefix: list[TensorName | Literal[""]] = Field(
+        ["model"],
+        min_length=1,
+        description='Prefixes of the text model\'s tensors; a file uses exactly one of them. `""`: there is none.',
     )
     layers: TensorPattern = Field("layers.*", description="The module of one layer, below the prefix; `*` is its index.")
     skip: list[TensorPattern] = Field(
@@ -45,6 +47,9 @@ class Checkpoint(Section):
     )
     fp32: list[TensorPattern] = Field(
         [], description="Tensors that stay fp32 whatever the model's dtype, below the prefix; `*` is the layer."
+    )
+    transposed: list[TensorPattern] = Field(
+        [], description="Linear modules that lie as (in, out) in the file and in memory, below the prefix: GPT-2's Conv1D."
     )
     defaults: dict[str, Any] = Field(
         {},

@@ -34,7 +34,7 @@ Text = Annotated[
 MAX_ENTRIES = 100
 """Of a section: far more than any architecture has, and little enough that every check stays quick."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu", "relu", "relu2", "sigmoid"]
 
 
 class Section(BaseModel):

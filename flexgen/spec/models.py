@@ -28,26 +28,69 @@ from flexgen.spec.fields import (
 
 
 class Norm(Entry):
-    kind: Literal["rms"] = Field(description="The normalisation: `rms` divides by the root of the mean square.")
+    kind: Literal["rms", "layer", "l2"] = Field(
+        description="`rms` divides by the root of the mean square, `layer` subtracts the mean first, `l2` divides by the length."
+    )
     gain: Literal["plain", "one_plus", "none"] = Field(
         "plain", description="What the weight means: w, 1 + w, or no weight at all."
     )
+    bias: Text = Field("false", description="Of `layer`: whether a bias is added: true, false, or a dim that is a flag.")
     cast: Literal["before", "after"] = Field(
-        description="Whether the product with the weight is taken after the cast to the model's dtype (cast `before`) or in fp32."
+        "after",
+        description="Whether the product with the weight is taken after the cast to the model's dtype (cast `before`) or in fp32.",
     )
-    eps: Text = Field(description="Added to the mean square.")
+    eps: Text = Field(description="Added to the mean square, the variance or the squared length.")
 
 
 class RopeEntry(Entry):
     parameters: ConfigPath = Field(description="Where config.json keeps this table's parameters.")
-    types: list[Literal["default", "linear", "llama3", "yarn", "proportional"]] = Field(
+    types: list[Literal["default", "linear", "llama3", "yarn", "proportional", "longrope"]] = Field(
         min_length=1, description="The rope types that this family uses; any other is refused."
+    )
+    turned: Text | None = Field(
+        None, description="Dims of a head that turn; absent: all, or the share that `partial_rotary_factor` says."
+    )
+    layout: Literal["halves", "pairs"] = Field(
+        "halves", description="What turns together: dim j with dim j + d/2, or dim 2j with dim 2j + 1 (GPT-J's way)."
+    )
+    compute: Literal["model", "fp32"] = Field("model", description="The dtype of the tables and of the turning.")
+    tables: Literal["compute", "model"] = Field(
+        "compute", description="What cos and sin are rounded to before they turn: the dtype of `compute`, or the model's."
     )
 
 
-class OutputGate(Section):
+class PackedGate(Section):
     packed: Literal["q"] = Field(description="Where the gate comes from: each head of `q` is followed by its gate.")
     act: Literal["sigmoid"] = Field(description="The gate's activation.")
+
+
+class ProjectedGate(Section):
+    weight: TensorName = Field(description="Module of the gate's own projection of the attention's input.")
+    over: Literal["channel", "head"] = Field("channel", description="One gate a channel of the output, or one a head.")
+    act: Literal["sigmoid"] = Field(description="The gate's activation.")
+
+
+def _gate_tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "form:none"
+    return form(value, "packed", "weight")
+
+
+OutputGate = Annotated[
+    Annotated[PackedGate, Tag("form:packed")]
+    | Annotated[ProjectedGate, Tag("form:weight")]
+    | Annotated[Literal["none"], Tag("form:none")],
+    Discriminator(_gate_tag),
+]
+
+
+class QueryScale(Section):
+    """q * (1 + beta * log(1 + floor((position + offset) / length))): sharper attention far from the start."""
+
+    beta: Text = Field(description="Weight of the logarithm.")
+    length: Text = Field(description="Positions after which the logarithm begins to grow.")
+    offset: Text = Field("0", description="Added to positions, which count from 0.")
+    compute: Literal["model", "fp32"] = Field("model", description="The dtype that the factor multiplies in.")
 
 
 class Attention(Entry):
@@ -58,21 +101,39 @@ class Attention(Entry):
     window: Text = Field(
         "none", description="Keys visible to a query, itself included. `none`, or a dim `FIELD or none` where that is null: all before it."
     )
+    chunk: Text = Field("none", description="Positions are cut into chunks this long, and a query sees its own chunk alone.")
+    alibi: Text = Field(
+        "none", description="Linear biases by distance in place of a rope: what ALiBi's slopes are multiplied by, mostly 1."
+    )
     scale: Text | None = Field(None, description="Multiplies the scores; absent: one over the root of `head_dim`.")
     bias: Text = Field("false", description="Whether q, k, v and o have biases: true, false, or a dim that is a flag.")
-    q_norm: Identifier | Literal["none"] = Field("none", description="Norm of each query head, before rope.")
-    k_norm: Identifier | Literal["none"] = Field("none", description="Norm of each key head, before rope.")
+    o_bias: Text | None = Field(None, description="Whether o has a bias, where that differs from q, k and v.")
+    clip: Text = Field("none", description="q, k and v are clamped to this on both sides; 0 is off.")
+    q_norm: Identifier | Literal["none"] = Field("none", description="Norm of the queries; `qk_norm_over` says over what.")
+    k_norm: Identifier | Literal["none"] = Field("none", description="Norm of the keys; `qk_norm_over` says over what.")
     v_norm: Identifier | Literal["none"] = Field("none", description="Norm of each value head.")
+    qk_norm_over: Literal["head", "projection", "head_weights"] = Field(
+        "head",
+        description="q and k norms are over each head, over the whole `projection`, or over each head with weights of its own.",
+    )
+    qk_norm_when: Literal["before_rope", "after_rope"] = Field("before_rope", description="Whether q and k norms precede rope.")
+    query_scale: QueryScale | None = Field(None, description="A factor on queries that grows with their position.")
     value: Literal["projected", "from_key"] = Field(
         "projected", description="`from_key`: the value is the raw key projection, before its norm and rope."
     )
-    gate: OutputGate | Literal["none"] = Field("none", description="A gate on the attention's output, per channel.")
+    gate: OutputGate = Field("none", description="A gate on the attention's output.")
     sinks: TensorName | Literal["none"] = Field("none", description="Tensor of one extra logit a query head.")
     softcap: Text = Field("none", description="Scores become cap * tanh(score / cap).")
     softmax: Literal["fp32", "model"] = Field("fp32", description="The dtype the softmax is taken in.")
     kv_of: Identifier | Literal["none"] = Field(
         "none", description="Read the keys and values of the last layer before this one that has the named attention."
     )
+    packed: Literal["none", "rows", "groups"] = Field(
+        "none",
+        description="How one module `qkv` of the file holds all three: `rows` q, k, v end to end; `groups`: key/value head after "
+        "key/value head, each as its queries, its key, its value (one query each: per head [q k v]).",
+    )
+    qkv: TensorName = Field("self_attn.qkv_proj", description="Module of the packed projection.")
     q: TensorName = Field("self_attn.q_proj", description="Module of the query projection.")
     k: TensorName = Field("self_attn.k_proj", description="Module of the key projection.")
     v: TensorName = Field("self_attn.v_proj", description="Module of the value projection.")
@@ -110,9 +171,22 @@ class GatedDelta(Entry):
 
 class Mlp(Entry):
     size: Text = Field(description="Inner width.")
-    act: Activation = Field(description="Activation of the gate.")
-    bias: Text = Field("false", description="Whether all three projections have biases.")
-    at: TensorName = Field("mlp", description="The module that holds gate_proj, up_proj and down_proj.")
+    act: Literal[Activation, "xielu"] = Field(
+        description="Activation of the gate; without a gate, of up. `xielu` has two weights, in the module `act_fn`."
+    )
+    gated: bool = Field(True, description="Whether act(gate) multiplies up; else the MLP is down(act(up)).")
+    bias: Text = Field("false", description="Whether gate, up and down have biases.")
+    down_bias: Text | None = Field(None, description="Whether down has a bias, where that differs from gate and up.")
+    at: TensorName | Literal["none"] = Field("mlp", description="The module that holds gate, up and down; `none`: the layer.")
+    gate: TensorName = Field("gate_proj", description="Module of the gate, below `at`.")
+    up: TensorName = Field("up_proj", description="Module of up, below `at`.")
+    down: TensorName = Field("down_proj", description="Module of down, below `at`.")
+    gate_up: TensorName | Literal["none"] = Field(
+        "none", description="One module, below `at`, whose rows are those of the gate and then those of up."
+    )
+    gate_scale: Text = Field("1", description="Multiplies the gate before its activation.")
+    inner_norm: Identifier | Literal["none"] = Field("none", description="Norm of what down reads.")
+    inner_norm_weight: TensorName = Field("mlp.ffn_layernorm", description="Module of that norm.")
     out_gate: TensorName | Literal["none"] = Field(
         "none", description="Module of a one-row projection of the input whose sigmoid multiplies the output."
     )
@@ -284,6 +358,9 @@ Step = Annotated[
 
 class AddPart(Entry):
     add: list[Step] = Field(min_length=1, description="A residual branch: its result is added to the stream.")
+    in_turn: bool = Field(
+        False, description="Whether the terms of the `sum` that ends it are added to the stream one after another, not their sum."
+    )
 
 
 def _part_tag(value: object) -> str | None:
@@ -339,6 +416,12 @@ class Rule(Entry):
         return tuple(name for name in SELECTORS if self.given(name) is not None)
 
 
+class Positions(Section):
+    weight: TensorName = Field(description="Module of a table of one row a position, added to the embedded tokens.")
+    length: Text = Field(description="Positions that the table has.")
+    offset: Text = Field("0", description="Rows before that of position 0.")
+
+
 Rules = Annotated[list[Rule], Field(min_length=1, max_length=MAX_ENTRIES)]
 Schedule = Annotated[
     Annotated[Rules, Tag("form:list")]
@@ -362,12 +445,17 @@ class Embedding(Entry):
     scale_dtype: Literal["model", "fp32"] = Field(
         "fp32", description="Whether the scale is rounded to the model's dtype."
     )
+    positions: Positions | None = Field(None, description="Learned absolute positions.")
+    norm: NormStep | None = Field(None, description="The norm of the embedded tokens.")
 
 
 class Head(Entry):
     norm: NormStep = Field(description="The norm before the head.")
     weight: TensorName = Field(description="Module of the head, by its full name.")
     tied: Text = Field("false", description="Whether the head is the embedding: true, false or a flag.")
+    bias: Text = Field("false", description="Whether the head has a bias: true, false or a flag.")
+    scale: Text = Field("1", description="Multiplies the logits; a config's divisor is `1 / NAME`.")
+    dtype: Literal["model", "fp32"] = Field("model", description="`fp32`: logits are cast before the factor and the cap.")
     softcap: Text = Field("none", description="Logits become cap * tanh(logit / cap); 0 is off.")
 
 

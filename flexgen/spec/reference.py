@@ -19,7 +19,9 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("norms.NAME", models.Norm),
     ("ropes.NAME", models.RopeEntry),
     ("attention.NAME", models.Attention),
-    ("attention.NAME.gate", models.OutputGate),
+    ("attention.NAME.gate: packed", models.PackedGate),
+    ("attention.NAME.gate: weight", models.ProjectedGate),
+    ("attention.NAME.query_scale", models.QueryScale),
     ("gdn.NAME", models.GatedDelta),
     ("mlp.NAME", models.Mlp),
     ("moe.NAME", models.Moe),
@@ -39,6 +41,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("step: sum", models.SumStep),
     ("step: embedding", models.EmbeddingStep),
     ("embedding", models.Embedding),
+    ("embedding.positions", models.Positions),
     ("head", models.Head),
 )
 
@@ -76,6 +79,8 @@ def diagnostics_catalogue() -> str:
 def _default(value: Any) -> str:
     if value is None or value is PydanticUndefined:
         return "absent"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return f"`{value}`" if value not in ([], {}) else "empty"
 
 

@@ -16,7 +16,7 @@ from flexgen.verify.layers import LayerRun
 from flexgen.verify.report import Report, Row
 
 _VALUES = {"cast": {"before", "after"}, "softmax": {"fp32", "model"}, "compute": {"fp32", "model"}, "dtype": {"fp32", "model"},
-           "scale_dtype": {"fp32", "model"}}  # fmt: skip
+           "scale_dtype": {"fp32", "model"}, "tables": {"model"}}  # fmt: skip
 """Fields of a spec that say where a value is rounded."""
 
 
@@ -24,7 +24,7 @@ def compare_bits(package: str, what: str, model: Model, oracle: Any, tokens: Seq
     """Each layer and the logits of one prompt against `oracle`, transformers' model of the same weights and dtype."""
     run = LayerRun(model, oracle, tokens, tolerance=0.0)
     report = Report(package, f"{what}, in {str(model.dtype).removeprefix('torch.')}", lines_compared=run.lines)
-    report.first_difference = run.difference
+    report.first_difference, report.unaligned = run.difference, run.unaligned
     found = run.difference.error if run.difference else max(run.errors, default=float("nan"))
     report.rows.append(Row("every layer and the logits, bit for bit", found, 0.0))
     return report

@@ -25,7 +25,11 @@ class Found(Exception):
 
 
 class LayerRun:
-    """One traced pass of a whole prompt. `difference` is the first, or None; `lines` how many were held to a module."""
+    """One traced pass of a whole prompt. `difference` is the first, or None; `lines` how many were held to a module.
+
+    A line may differ from its module although what follows is right: a reference that norms heads after it has transposed
+    them gives its module another order. Such lines are `unaligned`: where the layer's own output agrees, they are no fault.
+    """
 
     def __init__(self, model: Model, oracle: Any, tokens: Sequence[int], tolerance: float) -> None:
         self.model, self.tolerance = model, tolerance
@@ -38,6 +42,7 @@ class LayerRun:
         self.tracer = Tracer(model.package.folder, owners, self._expected, tolerance)
         self.at: int | None = None
         self.errors: list[float] = []
+        self.unaligned: list[Difference] = []
         self.difference = self._run(tokens)
         self.lines = len(self.tracer.compared)
 
@@ -54,7 +59,7 @@ class LayerRun:
                 logits_TV = walker.logits(walker.forward(ids_T, step))
             self._check(error(logits_TV, self.logits), "the logits", self.tracer.last_return)
         except Found:
-            return self._difference()
+            return self._difference(self.tracer.faults[0])
         finally:
             walker.run = run
         return None
@@ -84,15 +89,14 @@ class LayerRun:
         return Place(file, next(n for n, text in enumerate(lines, 1) if "x_TD = F.embedding(" in text))
 
     def _check(self, difference: float, what: str, place: Place | None) -> None:
-        if self.tracer.fault is None and difference > self.tolerance:
+        if difference > self.tolerance:
             assert place is not None, "a generated function returned without being traced"
-            self.tracer.fault = Fault(place, what, difference)
-        if self.tracer.fault is not None:
+            self.tracer.faults.append(Fault(place, what, difference))
             raise Found
+        self.unaligned += [self._difference(fault) for fault in self.tracer.faults]
+        self.tracer.faults.clear()
 
-    def _difference(self) -> Difference:
-        fault = self.tracer.fault
-        assert fault is not None
+    def _difference(self, fault: Fault) -> Difference:
         place = fault.place
         walker = Path(str(self.model.package.walker.__file__))
         return Difference(

@@ -26,20 +26,27 @@ def tiny(config: Mapping[str, Any], seed: int = 0) -> Any:
     """A model of a `tiny:` config with every tensor random. Raises FlexgenError where transformers lacks its type."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **copy.deepcopy(dict(config))}
+    fields = copy.deepcopy(dict(config))
     kind = fields.pop("model_type")
     if kind not in CONFIG_MAPPING:
         raise FlexgenError(
             f"transformers has no model of type {kind!r} to compare with: give `tiny` and `model_types` the type that "
             "config.json has, or install a release of transformers that knows it"
         )
-    made = AutoConfig.for_model(kind, **fields)
+    made = AutoConfig.for_model(kind, **{**_no_tokens(CONFIG_MAPPING[kind]), **fields})
     made._experts_implementation = "eager"
     with torch.random.fork_rng(devices=[]):  # what transformers draws first is seeded too
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
     randomise(model, seed)
     return _plain_on_host(model)
+
+
+def _no_tokens(kind: type) -> dict[str, int | None]:
+    """None for the ids of special tokens, which a small vocabulary need not hold; 0 where the class wants a number."""
+    hints = {name: hint for base in reversed(kind.__mro__) for name, hint in vars(base).get("__annotations__", {}).items()}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: None if "None" in str(hints.get(name)) else 0 for name in names}
 
 
 def load(directory: Path, device: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 
@@ -44,9 +45,10 @@ class Difference:
 
 @dataclass
 class Report:
-    """All comparisons of one package with one model.
+    """All comparisons of one package with one model. `lines_compared` counts generated lines held to a module each.
 
-    `lines_compared` counts generated lines held to a module each; `untold` are places of the spec that fp32 cannot hold.
+    `unaligned` are lines that differ from their module although what their layer makes of them agrees; `untold` are places
+    of the spec that fp32 cannot hold.
     """
 
     package: str
@@ -54,6 +56,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     lines_compared: int = 0
     first_difference: Difference | None = None
+    unaligned: list[Difference] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)
 
     @property
@@ -67,7 +70,9 @@ class Report:
             **asdict(self.first_difference),
             "error": _number(self.first_difference.error),
         }
-        return json.dumps({**asdict(self), "ok": self.ok, "rows": rows, "first_difference": first}, indent=2)
+        unaligned = [{**asdict(each), "error": _number(each.error)} for each in self.unaligned]
+        whole = {**asdict(self), "ok": self.ok, "rows": rows, "first_difference": first, "unaligned": unaligned}
+        return json.dumps(whole, indent=2)
 
     def to_text(self) -> str:
         width = max(len(row.mode) for row in self.rows)
@@ -76,6 +81,13 @@ class Report:
             verdict = "ok" if row.ok else "DIFFERS"
             lines.append(f"  {row.mode:{width}}  max error {row.max_error:.1e} (limit {row.tolerance:.0e})  {verdict}")
         lines.append(f"  {self.lines_compared} generated lines held to a module of the reference")
+        for code, count in Counter((one.file, one.line, one.code, one.what) for one in self.unaligned).items():
+            file, line, text, what = code
+            lines += [
+                f"  {file}:{line}: {text}",
+                f"    {what} could not be aligned with the reference's module in {count} place{'s' if count > 1 else ''}, "
+                "whose layers give what the reference's do",
+            ]
         if self.untold:
             listed = ", ".join(self.untold)
             lines.append(f"  fp32 cannot tell where values are rounded ({listed}): --dtype bfloat16 holds them bit for bit")

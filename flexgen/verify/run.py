@@ -22,6 +22,7 @@ from flexgen.verify.bits import compare_bits, told_by_rounding
 from flexgen.verify.harness import Harness
 from flexgen.verify.layers import LayerRun
 from flexgen.verify.report import Report, Row
+from flexgen.verify.trace import marker
 
 PROMPT, OTHER, PREFILL = 40, 29, 24
 """Tokens of the prompt, of the other row in a batch, and of each before decode; more than any tiny window."""
@@ -74,7 +75,8 @@ def verify(
                 model = Model.load(directory, dtype=dtype, device=device, generated=folder, allow_edited=True)
             except CheckpointError as error:
                 theirs = error.what.replace(directory, "transformers' own model")
-                raise UsageError(f"{theirs}: a weight of the spec has another name or shape there") from None
+                where = _spec_path(folder, error.role)
+                raise UsageError(f"{theirs}{where}: a weight of the spec has another name or shape there") from None
         if dtype != "float32":
             oracle = reference.load(Path(directory), device, DTYPES[dtype])
     return _report(name, "its tiny model with random weights", model, oracle, described)
@@ -86,6 +88,15 @@ def _report(name: str, what: str, model: Model, oracle: Any, described: Spec | N
     report = _compare(name, what, model, oracle)
     report.untold = told_by_rounding(described) if described else []
     return report
+
+
+def _spec_path(folder: Path, role: str | None) -> str:
+    """`; spec: PATH` of the table that has a role, nothing where there is no such role."""
+    for file in (folder / "attention.py", folder / "walker.py"):
+        for number, text in enumerate(file.read_text().splitlines(), 1):
+            if "weights." in text and any(f'("{name}"' in text for name in (role, (role or "").removesuffix("_bias"))):
+                return f" (spec: {marker(file, number)})"
+    return ""
 
 
 def _described(folder: Path, manifest: Mapping[str, Any]) -> Spec:
@@ -131,6 +142,7 @@ def _compare(name: str, what: str, model: Model, oracle: Any) -> Report:
         report.rows.append(Row(mode, _max_error(ours, theirs), tolerance))
     traced = LayerRun(model, oracle, tokens, tolerance)
     report.lines_compared, report.first_difference = traced.lines, traced.difference
+    report.unaligned = traced.unaligned
     return report
 
 

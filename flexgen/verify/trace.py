@@ -62,7 +62,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 
 class Tracer:
-    """Collects the first fault of generated code while `watching()`.
+    """Collects the faults of generated code while `watching()`, in order.
 
     expected  (index of the layer or None, role) -> the calls of the reference's modules that hold the weight
     """
@@ -76,7 +76,7 @@ class Tracer:
     ) -> None:
         self.folder, self.owners, self.expected = str(folder), owners, expected
         self.tolerance = tolerance
-        self.fault: Fault | None = None
+        self.faults: list[Fault] = []
         self.compared: set[tuple[str, int, int | None]] = set()
         self.last_return: Place | None = None
         self._running: dict[FrameType, _Function] = {}
@@ -113,15 +113,14 @@ class Tracer:
         running = self._running.setdefault(frame, _Function(statement))
         _note(running.assigned, running.statement)
         running.statement = statement
-        if self.fault is None:
-            innermost_first = reversed(list(ast.walk(statement)))
-            for call in (node for node in innermost_first if isinstance(node, ast.Call)):
-                self._compare(frame, call)
+        innermost_first = reversed(list(ast.walk(statement)))
+        for call in (node for node in innermost_first if isinstance(node, ast.Call)):
+            self._compare(frame, call)
 
     def _compare(self, frame: FrameType, call: ast.Call) -> None:
         weights = frame.f_locals.get("w")
-        role = next((arg.attr for arg in call.args if isinstance(arg, ast.Attribute) and _is_weight(arg)), None)
-        if role is None or not isinstance(weights, Layer) or self.fault is not None:
+        role = next((role for role in map(_role, call.args) if role is not None), None)
+        if role is None or not isinstance(weights, Layer):
             return
         layer = self.owners[id(weights)]
         expected = self.expected(layer, role)
@@ -131,19 +130,22 @@ class Tracer:
         value = _evaluate(call.args[0], frame)
         if given is not None and isinstance(value, Tensor) and value.numel() == given.numel():
             self._hold(value, given, f"the input of w.{role}", lambda: self._blame(frame, call.args[0]))
+            if self.faults and self.faults[-1].what == f"the input of w.{role}":
+                return  # what it makes of another input cannot be told
         outputs = [one.output for one in expected]
-        if self.fault is None and all(isinstance(output, Tensor) for output in outputs):
+        if all(isinstance(output, Tensor) for output in outputs):
             theirs = torch.cat([output.flatten(0, -2) for output in outputs], dim=-1)
             ours = _evaluate(call, frame)
             if isinstance(ours, Tensor) and ours.numel() == theirs.numel() and not _is_scaled_embedding(call):
                 self.compared.add((frame.f_code.co_filename, frame.f_lineno, layer))
                 self._hold(ours, theirs, f"the product with w.{role}", lambda: self._place(frame, frame.f_lineno))
-                self._running[frame].agreed = frame.f_lineno
+                if not self.faults:
+                    self._running[frame].agreed = frame.f_lineno
 
     def _hold(self, ours: Tensor, theirs: Tensor, what: str, place: Callable[[], Place]) -> None:
         difference = error(ours, theirs)
         if difference > self.tolerance:
-            self.fault = Fault(place(), what, difference)
+            self.faults.append(Fault(place(), what, difference))
 
     def _blame(self, frame: FrameType, expression: ast.expr) -> Place:
         """The line that made the value of an expression in a running function."""
@@ -212,8 +214,12 @@ def _called(frame: FrameType, function: ast.expr) -> CodeType | None:
     return getattr(frame.f_locals.get(name, frame.f_globals.get(name)), "__code__", None)
 
 
-def _is_weight(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "w"
+def _role(node: ast.expr) -> str | None:
+    """role of `w.role` and `w.role.t()`; None for anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "t":
+        node = node.func.value
+    is_weight = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "w"
+    return node.attr if is_weight else None  # type: ignore[attr-defined]
 
 
 def _is_scaled_embedding(call: ast.Call) -> bool:

@@ -29,7 +29,7 @@ def bare_weights(dims: Dims) -> list[weights.Weight]:
             "self_attn.q_proj": dims.heads * dims.head_dim,
             "self_attn.k_proj": dims.kv_heads * dims.head_dim,
             "self_attn.v_proj": dims.kv_heads * dims.head_dim,
-        }, dims.hidden, out="heads"),
+        }, dims.hidden, out="heads", bias=dims.attention_bias),
         *weights.linear("o", {"self_attn.o_proj": dims.hidden}, dims.heads * dims.head_dim, into="heads"),
     ]
 
@@ -37,7 +37,7 @@ def bare_weights(dims: Dims) -> list[weights.Weight]:
 def bare_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.bare
     pages = step.pages["bare"]
-    heads_TNH = project(x_TD, w.qkv).unflatten(-1, (-1, dims.head_dim))
+    heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
     k_TKH = rotate(k_TKH, w.rope_cos, w.rope_sin, step.positions_T)
@@ -53,7 +53,7 @@ def normed_weights(dims: Dims) -> list[weights.Weight]:
             "self_attn.q_proj": dims.heads * dims.head_dim,
             "self_attn.k_proj": dims.kv_heads * dims.head_dim,
             "self_attn.v_proj": dims.kv_heads * dims.head_dim,
-        }, dims.hidden, out="heads"),
+        }, dims.hidden, out="heads", bias=dims.attention_bias),
         *weights.linear("o", {"self_attn.o_proj": dims.hidden}, dims.heads * dims.head_dim, into="heads"),
         weights.norm("q_norm", dims.head_dim, "self_attn.q_norm"),
         weights.norm("k_norm", dims.head_dim, "self_attn.k_norm"),
@@ -63,7 +63,7 @@ def normed_weights(dims: Dims) -> list[weights.Weight]:
 def normed_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: attention.normed
     pages = step.pages["normed"]
-    heads_TNH = project(x_TD, w.qkv).unflatten(-1, (-1, dims.head_dim))
+    heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
     q_TNH = rms_norm_cast_before(q_TNH, w.q_norm, dims.eps)
     k_TKH = rms_norm_cast_before(k_TKH, w.k_norm, dims.eps)

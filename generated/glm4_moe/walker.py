@@ -35,7 +35,7 @@ DEFAULTS = {
     "first_k_dense_replace": 1, "use_qk_norm": False,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
-REQUIRE = {"hidden_act": "silu", "attention_bias": False}
+REQUIRE = {"hidden_act": "silu"}
 IGNORE = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -62,6 +62,7 @@ class Dims(Numbers):
         self.renormalise = config.flag("norm_topk_prob")
         self.routed_scale = config.float("routed_scaling_factor")
         self.eps = config.float("rms_norm_eps")
+        self.attention_bias = config.flag("attention_bias")
         self.tied = config.flag("tie_word_embeddings")
         self.rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=self.head_dim)
         check_heads("attention.bare", heads=self.heads, kv_heads=self.kv_heads)

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "missing_section": ("llama", "embedding: {weight: embed_tokens}\n", ""),
     "wrong_version": ("llama", "flexgen: 1", "flexgen: 2"),
     "wrong_enum": ("llama", "cast: before", "cast: befor"),
-    "wrong_kind": ("llama", "kind: rms", "kind: layer"),
+    "wrong_kind": ("llama", "kind: rms", "kind: rmsnorm"),
     "wrong_act": ("llama", "size: size, act: silu", "size: size, act: silly"),
     "wrong_type_list": ("llama", "model_types: [llama]", "model_types: llama"),
     "wrong_type_mapping": ("llama", "  full: {heads", "  full: [heads"),

@@ -19,7 +19,7 @@ from flexgen.spec.source import load
 
 SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
 FILES = sorted(root("generated").glob("*/*.py"))
-MAX_LINES = {"walker.py": 250, "attention.py": 160, "merge.py": 15}
+MAX_LINES = {"walker.py": 256, "attention.py": 160, "merge.py": 15}
 """Of the longest package, and little more."""
 
 

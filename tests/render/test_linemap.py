@@ -129,4 +129,4 @@ def test_templates_read_every_field_of_the_architecture():
     classes = [item for _, item in inspect.getmembers(ir, inspect.isclass) if dataclasses.is_dataclass(item)]
     fields = {field.name for item in classes for field in dataclasses.fields(item)}
     unread = {name for name in fields if not re.search(rf'\.{name}\b|attribute="{name}"|table\(.*"{name}"', text)}
-    assert unread == {"digest", "grouping", "inputs", "reads_stream", "roles", "routed", "routes", "tensors", "type"}
+    assert unread == {"digest", "grouping", "inputs", "reads_stream", "roles", "routed", "routes", "tensors", "transposed", "type"}

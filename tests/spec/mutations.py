@@ -18,6 +18,10 @@ FREE = (("tiny",), ("checkpoint", "defaults"), ("checkpoint", "require"))
 """Parts that hold a checkpoint's own fields: what their names and types may be is the checkpoint's matter."""
 
 
+ORDERLESS = (("checkpoint", "fp32"), ("checkpoint", "transposed"))
+"""Lists that name weights, in any order."""
+
+
 def paths(node: Any, path: SpecPath = ()) -> Iterator[SpecPath]:
     """Every place of the data, parents first."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -112,6 +116,8 @@ def others(document: Document, path: SpecPath) -> list[Any]:
         return _other_plain(value)
     if isinstance(value, dict):
         return []
+    if path in ORDERLESS and value:
+        return [value[:-1]]
     if path[-1] == "like":
         return [name for name in document.data[path[0]] if name != value and name != path[1]]
     return [other for other in candidates(annotation_at(path, document.data), document, value) if not same(other, value)]

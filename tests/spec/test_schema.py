@@ -18,7 +18,7 @@ from flexgen.spec.source import load
 SPECS = sorted(root("specs").glob("*.yaml"))
 BREAKS = [
     ("heads: heads, ", "haeds: heads, "),
-    ("{kind: rms,", "{kind: layer,"),
+    ("{kind: rms,", "{kind: rmsnorm,"),
     ("flexgen: 1", "flexgen: 2"),
     ("size: size, act: silu", "size: size, act: swish"),
     ("attention: full}", "attention: 3}"),

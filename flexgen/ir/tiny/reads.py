@@ -55,6 +55,7 @@ class Tiny:
                 yield field, Read(want, ("dims", name))
         if self.model.ropes:
             yield "max_position_embeddings", Read("int", ("ropes",))
+            yield "original_max_position_embeddings", Read("int", ("ropes",))
 
     def fields_of(self, dim: str) -> list[str]:
         """The config fields that a dim reads: its names that are no earlier dims."""

@@ -30,6 +30,10 @@ def check_rope(tiny: Tiny, field: str, value: Any, at: SpecPath, place: SpecPath
     kinds = [kind] if place == TINY else types
     known = frozenset().union(*map(rope_parameters.known, kinds))
     for key, item in value.items():
+        if key not in known and (f"{field}.{key}" in tiny.reads or f"{field}.{key}" in tiny.model.checkpoint.ignore):
+            if f"{field}.{key}" in tiny.reads and (isinstance(item, bool) or not rope_parameters.is_finite(item)):
+                tiny.problems.add(code, f"`{key}` is {shown(item)}, and must be a number", (*at, key))
+            continue
         if key not in known:
             near = nearest(key, known)
             tiny.misspelt.add(near or "")
@@ -58,7 +62,10 @@ def check_rotations(tiny: Tiny, values: dict[str, Any]) -> None:
     for field, name in tiny.ropes.items():
         widths = {entry.head_dim for entry in tiny.model.attention.values() if entry.rope == name}
         for width in widths:
-            wrong = rope_parameters.misfit(look(tiny.config, field), parse(width).evaluate(values), position)
+            table, beside = look(tiny.config, field), look(tiny.config, "original_max_position_embeddings")
+            if beside is not None:
+                table = {"original_max_position_embeddings": beside} | table
+            wrong = rope_parameters.misfit(table, parse(width).evaluate(values), position)
             if wrong:
                 place = (*TINY, *field.split("."))
                 tiny.problems.add("SPEC024", wrong, place, note=("read here", ("ropes", name)))

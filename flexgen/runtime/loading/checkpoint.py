@@ -34,11 +34,12 @@ class CheckpointError(FlexgenError):
     """A checkpoint that cannot be loaded: which file or tensor, what was expected, what to do.
 
     what    without what to do about a file of one's own
+    role    of the weight that it is about, where it is about one
     """
 
-    def __init__(self, what: str, advice: str = "") -> None:
+    def __init__(self, what: str, advice: str = "", role: str | None = None) -> None:
         super().__init__(what + advice)
-        self.what = what
+        self.what, self.role = what, role
 
 
 @dataclass
@@ -53,13 +54,13 @@ class LoadReport:
 class Checkpoint:
     """The tensors of a checkpoint directory by name, prefix removed; nothing is read until it is asked for."""
 
-    def __init__(self, directory: Path, prefixes: Sequence[str], skip: Sequence[str]) -> None:
+    def __init__(self, directory: Path, prefixes: Sequence[str], skip: Sequence[str], layer: str = "layers.*") -> None:
         self.directory = directory
         self.report = LoadReport()
         self._skip = tuple(skip)
         self._files = {path: _open(path) for path in _find_files(directory)}
         names = _names(self._files)
-        self.prefix = _choose_prefix(names, prefixes, directory)
+        self.prefix = _choose_prefix(names, prefixes, layer.split("*")[0], directory)
         self._where: dict[str, tuple[Path, str]] = {}
         for full, path in names.items():
             name = full.removeprefix(f"{self.prefix}.") if self.prefix else full
@@ -179,11 +180,14 @@ def _names(files: Mapping[Path, safe_open]) -> dict[str, Path]:
     return names
 
 
-def _choose_prefix(names: Mapping[str, Path], prefixes: Sequence[str], directory: Path) -> str:
-    fitting = [p for p in prefixes if any(name.startswith(f"{p}.layers.") for name in names)]
+def _choose_prefix(names: Mapping[str, Path], prefixes: Sequence[str], layers: str, directory: Path) -> str:
+    def fits(prefix: str) -> bool:
+        return any(name.startswith(f"{prefix}.{layers}" if prefix else layers) for name in names)
+
+    fitting = [p for p in prefixes if fits(p)]
     if not fitting:  # a model saved without its head has no `model.` before its names
         bare = [p.removeprefix("model").removeprefix(".") for p in prefixes]
-        fitting = [p for p in bare if any(name.startswith(f"{p}.layers." if p else "layers.") for name in names)]
+        fitting = [p for p in dict.fromkeys(bare) if fits(p)]
     if len(fitting) != 1:
         found = f"them below {' and '.join(fitting)}" if fitting else f"names like {', '.join(sorted(names)[:3])}"
         raise CheckpointError(f"{directory}: expected layers below exactly one of {', '.join(prefixes)}, found {found}")
@@ -200,7 +204,7 @@ def fill(storage: Tensor, weight: Weight, layer: int | None, checkpoint: Checkpo
         start = 0
         for part in weight.parts:
             name = _numbered(part.name, layer)
-            target = storage[start : start + part.rows]
+            target = storage[start : start + part.rows] if storage.dim() else storage
             staging.copy(target, _need(name, target.shape, checkpoint, weight))
             start += part.rows
         return
@@ -253,10 +257,11 @@ def _need(name: str, shape: Sequence[int], checkpoint: Checkpoint, weight: Weigh
         raise CheckpointError(
             f"{checkpoint.directory} lacks {name}, which {weight.role} needs",
             "; if it was downloaded in part, download it again, else config.json does not fit",
+            weight.role,
         )
     found = checkpoint.shape(name)
     if found != tuple(shape):
-        raise CheckpointError(f"{name} has shape {found}; the spec and config.json make it {tuple(shape)}")
+        raise CheckpointError(f"{name} has shape {found}; the spec and config.json make it {tuple(shape)}", role=weight.role)
     return checkpoint.read(name)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen.contract import layer_kinds as schedules
+from flexgen.contract import rope_parameters
 from flexgen.contract.configs import broken_fence, is_stated, leaves, look, merged
 from flexgen.contract.ignored import NO_EFFECT
 from flexgen.contract.json_files import listed, read_object, shown
@@ -121,13 +122,17 @@ class Config:
         self.read.add(path)
         return look(self.values, path)
 
-    def rope(self, path: str, *, types: tuple[str, ...], head_dim: builtins.int) -> Rope:
-        """The rotary table of one `rope_parameters` object."""
+    def rope(self, path: str, *, types: tuple[str, ...], head_dim: builtins.int, turned: builtins.int | None = None) -> Rope:
+        """The rotary table of one `rope_parameters` object; `turned` dims of a head, where the spec says how many."""
         parameters = self.optional(path)
         if not isinstance(parameters, dict) or not parameters:
             raise ConfigError(f"{path} is {shown(parameters)}, and must be an object with at least rope_theta")
-        parameters = self._turning(path, parameters)
+        if turned is None:
+            parameters = self._turning(path, parameters)
         max_position = self.int("max_position_embeddings", default=0)
+        if turned is not None:
+            parameters = {**parameters, "partial_rotary_factor": turned / head_dim}
+        parameters = self._with_original_length(path, parameters)
         return Rope.bind(parameters, types=types, head_dim=head_dim, max_position=max_position)
 
     def _turning(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +152,16 @@ class Config:
             f"{name} is {shown(partial)}, and this family turns whole heads. To load it so, pass LLM(ignore_config=[{shown(name)}]); if "
             "the family does turn a part, state its default in the spec's `checkpoint.defaults`"
         )
+
+    def _with_original_length(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A rope's parameters with the length that stands beside them, and without what the spec reads for another purpose."""
+        name, kind = "original_max_position_embeddings", parameters.get("rope_type", "default")
+        known = rope_parameters.known(kind) if kind in rope_parameters.REQUIRED else parameters.keys()
+        if self.values.get(name) is not None:
+            length = self.int(name)
+            parameters = {name: length, **parameters} if name in known else parameters
+        elsewhere = self.read | self.ignore
+        return {key: value for key, value in parameters.items() if key in known or f"{path}.{key}" not in elsewhere}
 
     def schedule(self, layers: builtins.int, rules: Sequence[schedules.Rule]) -> tuple[str, ...]:
         """The kind of each layer."""

@@ -78,7 +78,9 @@ Merge = Callable[[Tensor, Tensor, Weight, Deltas], int]
 
 
 def merge_linear(out: Tensor, base: Tensor, weight: Weight, deltas: Deltas) -> int:
-    """A `Merge` of linear modules end to end."""
+    """A `Merge` of linear modules end to end, or of one that lies transposed."""
+    if weight.transposed:
+        return merge_rows(out.mT, base.mT, {weight.modules[0]: weight.shape[1]}, deltas)
     counts = (part.rows for part in weight.parts)
     return merge_rows(out, base, dict(zip(weight.modules, counts, strict=True)), deltas)
 

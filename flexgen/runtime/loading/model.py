@@ -118,7 +118,7 @@ class Model:
         if load_format == "dummy":
             model._fill_random()
         else:
-            model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP))
+            model.report = model._fill(Checkpoint(directory, package.walker.PREFIXES, package.walker.SKIP, package.walker.LAYER))
         if head_dtype is not None:
             model.set_head_dtype(_dtype(head_dtype, config, raw, "head_dtype"))
         if where.type == "cuda":

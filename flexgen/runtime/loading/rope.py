@@ -44,6 +44,8 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @staticmethod
     def bind(parameters: Mapping[str, Any], *, types: tuple[str, ...], head_dim: int, max_position: int) -> Rope:
@@ -61,8 +63,11 @@ class Rope:
         if wrong := rules.misfit(table, head_dim, max_position):
             raise ConfigError(f"rope_parameters of type {shown(kind)}: {wrong}")
         given = {_FIELDS[key]: value for key, value in table.items() if key in _FIELDS and value is not None}
-        if kind in ("llama3", "yarn"):
+        if kind in ("llama3", "yarn", "longrope"):
             given.setdefault("original_position", max_position)
+        if kind == "longrope":
+            given |= {key: tuple(table[key]) for key in rules.FACTORS}
+            given.setdefault("factor", max_position / given["original_position"])
         if kind == "yarn" and "factor" not in given:
             given["factor"] = max_position / given["original_position"]
         return Rope(type=kind, head_dim=head_dim, **given)
@@ -72,12 +77,25 @@ class Rope:
         """d: how many dims of a head the tables turn, at most head_dim."""
         return self.head_dim if self.type == "proportional" else int(self.head_dim * self.partial)
 
-    def tables(self, length: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (length, d/2): computed in fp32 on `device`, attention factor included, then cast."""
+    def tables(
+        self, length: int, dtype: torch.dtype, device: torch.device | str, rounded: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (length, d/2): computed in fp32 on `device`, attention factor included, then cast.
+
+        rounded: a dtype that they pass through before.
+
+        longrope has two tables: of an engine whose requests may be longer than the model was first trained for, `length`,
+        every request is turned by the long factors, else by the short ones. So one engine has one table, cached prefixes
+        hold in it for any request, and short requests of a long engine differ from what transformers makes of them alone.
+        """
         frequencies, attention_factor = _FREQUENCIES[self.type](self)
+        if self.type == "longrope":
+            factors = self.long_factor if length > self.original_position else self.short_factor
+            frequencies = 1.0 / (torch.tensor(factors) * _powers(self.theta, self.rotary_dim, self.rotary_dim))
         positions = torch.arange(length, device=device).float()
         angles = positions[:, None] * frequencies.to(device)
-        return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        return cos.to(rounded or dtype).to(dtype), sin.to(rounded or dtype).to(dtype)
 
 
 _FIELDS: Mapping[str, str] = MappingProxyType(
@@ -94,6 +112,8 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
 
 def _rope_type(parameters: Mapping[str, Any], types: tuple[str, ...]) -> str:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "dynamic":
+        raise ConfigError(f"rope_parameters.rope_type is 'dynamic', which is not implemented: {rules.DYNAMIC}")
     if not isinstance(kind, str) or kind not in rules.REQUIRED:
         raise ConfigError(f"rope_parameters.rope_type is {shown(kind)}, flexgen knows {_listed(rules.REQUIRED)}")
     if parameters.get("type", kind) != kind:
@@ -127,6 +147,14 @@ def _powers(theta: float, stop: int, dim: int) -> Tensor:
 
 def _default(rope: Rope) -> tuple[Tensor, float]:
     return 1.0 / _powers(rope.theta, rope.rotary_dim, rope.rotary_dim), 1.0
+
+
+def _longrope(rope: Rope) -> tuple[Tensor, float]:
+    """Of no length yet: the tables' multiplier (Ding et al. 2024, arXiv:2402.13753)."""
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_position))
+    return _default(rope)[0], factor
 
 
 def _linear(rope: Rope) -> tuple[Tensor, float]:
@@ -191,7 +219,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 
 _FREQUENCIES: Mapping[str, Callable[[Rope], tuple[Tensor, float]]] = MappingProxyType(
-    {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
+    {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional, "longrope": _longrope}
 )
 
 

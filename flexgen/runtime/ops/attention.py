@@ -38,19 +38,23 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
+    alibi: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     softmax_fp32: bool = True,
 ) -> Tensor:
     """Attention of each query over its row's pages, (T, N, H); this step's keys must have been written.
 
+    chunk         positions are cut into chunks of this length: a query sees no key of an earlier one (llama 4)
+    alibi         what the slopes of linear biases are multiplied by (Press et al. 2021, arXiv:2108.12409)
     sinks         (N,) one more logit a head, which takes weight and gives no value (gpt_oss)
     softcap       bounds the scaled scores (gemma 2)
     softmax_fp32  False: softmax in the model's dtype, as gpt_oss does; backends on a GPU are at least as exact
     Tokens that no row owns come out as zeros, except in a decode step, where every token is a row.
     """
     keys = Keys(w.k_pages, w.v_pages, pages.table_RB, step.starts_R, step.lengths_R, pages.split)
-    return torch.ops.flexgen.attend(q_TNH, *flat(keys), *flat(Scoring(scale, window, sinks, softcap, softmax_fp32)))
+    return torch.ops.flexgen.attend(q_TNH, *flat(keys), *flat(Scoring(scale, window, sinks, softcap, softmax_fp32, chunk, alibi)))
 
 
 def plan_split(lengths_R: Tensor, table_RB: Tensor, page_size: int, pages: Pages, dtype: torch.dtype) -> Tensor | None:
@@ -73,6 +77,21 @@ class Scoring:
     sinks: Tensor | None
     softcap: float | None
     softmax_fp32: bool
+    chunk: int | None = None
+    alibi: float | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """Keys that a query can see at most, itself included; None: all."""
+        return min((limit for limit in (self.window, self.chunk) if limit is not None), default=None)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """One slope a head, (N,): powers of 2 ** -(8 / n) for the largest power of two n of heads, those between for the rest."""
+    even = 2 ** (heads.bit_length() - 1)
+    exponents = [8 * (head + 1) / even for head in range(even)]
+    exponents += [8 * (2 * head + 1) / (2 * even) for head in range(heads - even)]
+    return 2.0 ** -torch.tensor(exponents)
 
 
 RowAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Scoring], Tensor]
@@ -84,6 +103,10 @@ def reference(q_NtH: Tensor, k_KLH: Tensor, v_KLH: Tensor, visible_tL: Tensor, s
     group = q_NtH.shape[0] // k_KLH.shape[0]
     k_NLH, v_NLH = k_KLH.repeat_interleave(group, dim=0), v_KLH.repeat_interleave(group, dim=0)
     scores_NtL = cap_scores(q_NtH @ k_NLH.transpose(1, 2) * scoring.scale, scoring.softcap)
+    if scoring.alibi is not None:
+        slopes_N = alibi_slopes(len(scores_NtL)).to(scores_NtL) * scoring.alibi
+        back_L = torch.arange(1 - scores_NtL.shape[2], 1, device=scores_NtL.device)
+        scores_NtL = scores_NtL + slopes_N[:, None, None] * back_L
     scores_NtL = scores_NtL.masked_fill(~visible_tL, float("-inf"))
     if scoring.sinks is not None:
         sink_Nt1 = scoring.sinks[:, None, None].expand(-1, scores_NtL.shape[1], 1)
@@ -112,6 +135,7 @@ class Backend:
     sinks: bool
     softcap: bool
     model_softmax: bool
+    alibi: bool
 
     def serves(self, dtype: torch.dtype, scoring: Scoring) -> bool:
         return (
@@ -119,12 +143,13 @@ class Backend:
             and (self.sinks or scoring.sinks is None)
             and (self.softcap or scoring.softcap is None)
             and (self.model_softmax or scoring.softmax_fp32)
+            and (self.alibi or scoring.alibi is None)
         )
 
 
 CPU_BACKENDS = (
-    Backend(sdpa, dtypes=(torch.float32, torch.float64), sinks=False, softcap=False, model_softmax=False),
-    Backend(reference, dtypes=None, sinks=True, softcap=True, model_softmax=True),
+    Backend(sdpa, dtypes=(torch.float32, torch.float64), sinks=False, softcap=False, model_softmax=False, alibi=False),
+    Backend(reference, dtypes=None, sinks=True, softcap=True, model_softmax=True, alibi=True),
 )
 """The first that serves is taken; in 16 bits only the reference rounds where transformers does.
 
@@ -162,7 +187,7 @@ def attend_rows(
     o_TNH = torch.zeros_like(q_TNH)
     for row, start, stop, length in _rows(starts_R, lengths_R):
         first_query = length - (stop - start)
-        first = 0 if scoring.window is None else max(0, first_query - scoring.window + 1)
+        first = 0 if scoring.reach is None else max(0, first_query - scoring.reach + 1)
         first_page = first // page_size
         taken = table_RB[row, first_page : -(-length // page_size)].long()
         within = slice(first - first_page * page_size, length - first_page * page_size)
@@ -172,6 +197,8 @@ def attend_rows(
         visible_tL = keys <= queries
         if scoring.window is not None:
             visible_tL &= keys > queries - scoring.window
+        if scoring.chunk is not None:
+            visible_tL &= keys >= queries // scoring.chunk * scoring.chunk
         o_NtH = run(q_TNH[start:stop].transpose(0, 1), k_KLH, v_KLH, visible_tL, scoring)
         o_TNH[start:stop] = o_NtH.transpose(0, 1)
     return o_TNH

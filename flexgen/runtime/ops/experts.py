@@ -19,30 +19,33 @@ from flexgen.runtime.ops.library import define_op, flat
 from flexgen.runtime.ops.lora import Adapted
 
 
-def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def top_k(scores_TE: Tensor, k: int, record: Tensor | None = None, by_order: bool = False) -> tuple[Tensor, Tensor]:
     """The k best experts of each token, best first: (values_TK, experts_TK int64).
 
-    Ties are broken as torch.topk breaks them on a host, and by order on CUDA.
+    Ties are broken as torch.topk breaks them on a host, and by order on CUDA and where `by_order` asks for it.
 
     record: (at least T, K) int16, takes the experts in its first T rows; None where nobody asks for them.
     """
-    weights_TK, experts_TK = torch.ops.flexgen.top_k(scores_TE, k)
+    weights_TK, experts_TK = torch.ops.flexgen.top_k(scores_TE, k, by_order)
     if record is not None:
         record[: experts_TK.shape[0]] = experts_TK
     return weights_TK, experts_TK
 
 
-def _top_k_cpu(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return torch.topk(scores_TE, k, dim=-1)
+def _top_k_cpu(scores_TE: Tensor, k: int, by_order: bool = False) -> tuple[Tensor, Tensor]:
+    if not by_order:
+        return torch.topk(scores_TE, k, dim=-1)
+    scores, experts = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    return scores[:, :k].contiguous(), experts[:, :k].contiguous()
 
 
-def _top_k_cuda(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top_k_cuda(scores_TE: Tensor, k: int, by_order: bool = False) -> tuple[Tensor, Tensor]:
     from flexgen.runtime.ops.kernels.routing import top_k  # Triton is there where CUDA is
 
     return top_k(scores_TE, k)
 
 
-def _top_k_fake(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top_k_fake(scores_TE: Tensor, k: int, by_order: bool = False) -> tuple[Tensor, Tensor]:
     shape = (scores_TE.shape[0], k)
     return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
 

@@ -29,7 +29,7 @@ else:
     from flexgen.runtime.ops import attention
     from flexgen.runtime.ops.kernels import paged_decode
 
-    def attend(lengths, *, window=None, sinks=None, softcap=None, planned=False, q=None, **geometry):
+    def attend(lengths, *, window=None, sinks=None, softcap=None, planned=False, q=None, words=None, **geometry):
         """The kernel's result and the reference's."""
         torch.manual_seed(sum(lengths))
         requests = Requests([1] * len(lengths), lengths, window=window, **geometry)
@@ -39,7 +39,7 @@ else:
         if planned:
             split = split_of(requests)
             keys = attention.Keys(*list(vars(keys).values())[:5], paged_decode.plan(step.lengths_R, split, window))
-        scoring = attention.Scoring(0.3, window, sinks, softcap, True)
+        scoring = attention.Scoring(0.3, window, sinks, softcap, True, **(words or {}))
         expected = attention.attend_rows(attention.reference, q, *list(vars(keys).values())[:5], scoring)
         return paged_decode.attend(q, keys, scoring), expected
 
@@ -64,6 +64,11 @@ else:
     def test_of_any_shape_planned_before_or_not(heads, kv_heads, width, page_size, planned):
         geometry = {"heads": heads, "kv_heads": kv_heads, "width": width, "page_size": page_size}
         result, expected = attend([900, 3, 1, 77], planned=planned, **geometry)
+        torch.testing.assert_close(result, expected, atol=5e-6, rtol=1e-5)
+
+    @pytest.mark.parametrize("words", [{"chunk": 8}, {"chunk": 300}, {"alibi": 1.0}, {"alibi": 0.3, "chunk": 500}], ids=str)
+    def test_in_chunks_and_with_biases_by_distance(words):
+        result, expected = attend([600, 12, 305, 1], words=words, heads=6, kv_heads=2, width=32, page_size=16)
         torch.testing.assert_close(result, expected, atol=5e-6, rtol=1e-5)
 
     def test_caps_scores_reads_slices_and_runs_in_16_bits():

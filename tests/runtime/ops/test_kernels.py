@@ -55,7 +55,7 @@ else:
     cast, InterpreterBuilder.cast_impl = InterpreterBuilder.cast_impl, rounding_cast
     dot, InterpreterBuilder.create_dot = InterpreterBuilder.create_dot, dot_of_values
 
-    def attend(requests, scale, *, splits=None, sinks=None, softcap=None, q=None):
+    def attend(requests, scale, *, splits=None, sinks=None, softcap=None, q=None, **words):
         """By the kernel that serves steps of any kind."""
         step, layer = requests.step, requests.layer
         q = torch.cat(requests.queries) if q is None else q
@@ -63,10 +63,10 @@ else:
         if splits is not None:
             launch = paged_attention.Launch(**{**vars(launch), "splits": splits, "least": 1})
         keys = attention.Keys(layer.k_pages, layer.v_pages, requests.table, step.starts_R, step.lengths_R, None)
-        return paged_attention.attend(q, keys, attention.Scoring(scale, requests.window, sinks, softcap, True), launch)
+        return paged_attention.attend(q, keys, attention.Scoring(scale, requests.window, sinks, softcap, True, **words), launch)
 
-    def expect(requests, scale, sinks=None, softcap=None):
-        scoring, step = attention.Scoring(scale, requests.window, sinks, softcap, True), requests.step
+    def expect(requests, scale, sinks=None, softcap=None, **words):
+        scoring, step = attention.Scoring(scale, requests.window, sinks, softcap, True, **words), requests.step
         pools = (requests.layer.k_pages, requests.layer.v_pages, requests.table)
         q = torch.cat(requests.queries)
         return attention.attend_rows(attention.reference, q, *pools, step.starts_R, step.lengths_R, scoring)
@@ -102,6 +102,15 @@ else:
         result = attend(requests, 2.0, splits=splits, softcap=3.0)
         torch.testing.assert_close(result, expect(requests, 2.0, softcap=3.0), atol=5e-6, rtol=1e-5)
         assert not torch.allclose(result, expect(requests, 2.0), atol=1e-3)
+
+    @pytest.mark.parametrize("words", [{"chunk": 8}, {"chunk": 20}, {"alibi": 1.0}, {"alibi": 0.3, "chunk": 24}], ids=str)
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_attention_in_chunks_and_with_biases_by_distance(words, splits):
+        torch.manual_seed(3)
+        requests = Requests(*BATCHES["mixed"], heads=6, kv_heads=2, width=16, page_size=16)
+        result = attend(requests, 0.3, splits=splits, **words)
+        torch.testing.assert_close(result, expect(requests, 0.3, **words), atol=5e-6, rtol=1e-5)
+        assert not torch.allclose(result, expect(requests, 0.3), atol=1e-3)
 
     @pytest.mark.parametrize("batch", BATCHES)
     def test_attention_in_16_bits(batch):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen.runtime.ops.kernels.launch import CHAIN, arrivals, await_previous, processors, shared_memory
-from flexgen.runtime.ops.kernels.paged_tiles import fold_tiles, merge_parts, no_keys, store_part, write
+from flexgen.runtime.ops.kernels.paged_tiles import alibi_slopes, fold_tiles, merge_parts, no_keys, store_part, write
 
 if TYPE_CHECKING:
     from flexgen.runtime.ops.attention import Keys, Scoring
@@ -65,7 +65,8 @@ def _attend_kernel(  # noqa: ANN202
     rows, tokens, splits, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)  # long rows first
@@ -103,6 +104,7 @@ def _attend_kernel(  # noqa: ANN202
         other=0.0,
     )
 
+    slope_m = alibi_slopes(head, HEADS, ALIBI, EVEN)
     best, total, sums = no_keys(BLOCK_M, BLOCK_H)
     # tiles that are in sight of all these queries need no mask; at the window's edge and at the diagonal lie others
     full_to = tl.minimum(tl.maximum((length - count + first + 1) // BLOCK_N, first_tile), last_tile)
@@ -111,17 +113,22 @@ def _attend_kernel(  # noqa: ANN202
         full_from = tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK_N)
         full_from = tl.minimum(tl.maximum(full_from, first_tile), last_tile)
         full_to = tl.maximum(full_to, full_from)
+        if CHUNK > 0:  # a chunk may begin in any tile
+            full_to = full_from
         best, total, sums = fold_tiles(
             best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, first_tile, full_from, begin, stop,
-            position, scale, page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
+            position, scale, page_p, page_s, page_k, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_N, BLOCK_H,
+        MASKED=True,
         )  # fmt: skip
     best, total, sums = fold_tiles(
         best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, full_from, full_to, begin, stop,
-        position, scale, page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=False,
+        position, scale, page_p, page_s, page_k, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_N, BLOCK_H,
+        MASKED=False,
     )  # fmt: skip
     best, total, sums = fold_tiles(
         best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, full_to, last_tile, begin, stop,
-        position, scale, page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
+        position, scale, page_p, page_s, page_k, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_N, BLOCK_H,
+        MASKED=True,
     )  # fmt: skip
 
     if working == 1:
@@ -177,7 +184,7 @@ class Launch:
 
 def attend(q_TNH: Tensor, keys: Keys, scoring: Scoring, launch: Launch | None = None) -> Tensor:
     """What `attention.attend` promises, (T, N, H); fp32 softmax and sums. `launch` overrides the sizes, for tuning."""
-    k_pages, v_pages, table_RB, window = keys.k_pages, keys.v_pages, keys.table_RB, scoring.window
+    k_pages, v_pages, table_RB, window = keys.k_pages, keys.v_pages, keys.table_RB, scoring.reach
     if q_TNH.stride(-1) != 1:
         q_TNH = q_TNH.contiguous()
     assert k_pages.stride() == v_pages.stride() and k_pages.stride(-1) == 1
@@ -197,6 +204,7 @@ def attend(q_TNH: Tensor, keys: Keys, scoring: Scoring, launch: Launch | None = 
         part_out, part_max, part_sum, counts, rows, tokens, launch.splits, scoring.scale,
         q_TNH.stride(0), q_TNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0),
         HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=k_pages.shape[1], WINDOW=window or 0,
+        CHUNK=scoring.chunk or 0, ALIBI=scoring.alibi or 0.0, EVEN=2 ** (heads.bit_length() - 1),
         SOFTCAP=scoring.softcap or 0.0, SINKS=scoring.sinks is not None, SPLIT=launch.splits > 1, LEAST=launch.least,
         BLOCK_M=launch.block_m, BLOCK_Q=launch.block_q, BLOCK_N=launch.block_n, BLOCK_H=launch.block_h,
         num_warps=launch.warps, num_stages=launch.stages, **CHAIN,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen.runtime.ops.kernels.launch import CHAIN, arrivals, await_previous, processors
-from flexgen.runtime.ops.kernels.paged_tiles import fold_tiles, merge_parts, no_keys, store_part, write
+from flexgen.runtime.ops.kernels.paged_tiles import alibi_slopes, fold_tiles, merge_parts, no_keys, store_part, write
 
 if TYPE_CHECKING:
     from flexgen.runtime.ops.attention import Keys, Scoring
@@ -140,8 +140,8 @@ def plan(lengths_R: Tensor, split: Split, window: int | None) -> Tensor:
 @triton.jit
 def _attend(  # noqa: ANN202
     q, k_pages, v_pages, table, row, length, begin, first, last, head, mask, scale,  # noqa: ANN001
-    q_t, q_n, page_p, page_s, page_k, table_r, kv_head,  # noqa: ANN001
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    q_t, q_n, page_p, page_s, page_k, table_r, kv_head, slope_m,  # noqa: ANN001
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The maximum, sum and weighted values of a row's keys in the tiles from `first` to before `last`."""
@@ -151,7 +151,7 @@ def _attend(  # noqa: ANN202
     best, total, sums = no_keys(BLOCK_M, BLOCK_H)
     return fold_tiles(
         best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, first, last, begin, length, position, scale,
-        page_p, page_s, page_k, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
+        page_p, page_s, page_k, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_N, BLOCK_H, MASKED=True,
     )  # fmt: skip
 
 
@@ -160,7 +160,8 @@ def _short_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, lengths, plan, sinks, out, rows, programs, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Rows that are not queued, a program each."""
@@ -174,10 +175,12 @@ def _short_kernel(  # noqa: ANN202
             return
     m = tl.arange(0, BLOCK_M)
     head, live_m = kv_head * GROUP + m, m < GROUP
+    slope_m = alibi_slopes(head, HEADS, ALIBI, EVEN)
     mask = live_m[:, None] & (tl.arange(0, BLOCK_H) < WIDTH)[None, :]
     best, total, sums = _attend(
         q, k_pages, v_pages, table, row, length, begin, first, last, head, mask, scale,
-        q_t, q_n, page_p, page_s, page_k, table_r, kv_head, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_M, BLOCK_N, BLOCK_H,
+        q_t, q_n, page_p, page_s, page_k, table_r, kv_head, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_M, BLOCK_N,
+        BLOCK_H,
     )  # fmt: skip
     write(out, sinks, head, row.to(tl.int64) * HEADS + head, best, total, sums, live_m, WIDTH, SINKS)
 
@@ -187,7 +190,8 @@ def _queue_kernel(  # noqa: ANN202
     q, k_pages, v_pages, table, plan, sinks, out, part_out, part_max, part_sum, counts, rows, programs, scale,  # noqa: ANN001
     q_t, q_n, page_p, page_s, page_k, table_r,  # noqa: ANN001
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, RUN: tl.constexpr, QUEUED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """One run of the queue's tiles."""
@@ -205,6 +209,7 @@ def _queue_kernel(  # noqa: ANN202
     offset, before, run = tl.load(mine + 3), tl.load(mine + 4), tl.load(mine + 5)
     m = tl.arange(0, BLOCK_M)
     head, live_m = kv_head * GROUP + m, m < GROUP
+    slope_m = alibi_slopes(head, HEADS, ALIBI, EVEN)
     mask = live_m[:, None] & (tl.arange(0, BLOCK_H) < WIDTH)[None, :]
     left = run
     while (left > 0) & (place < queued):
@@ -217,7 +222,8 @@ def _queue_kernel(  # noqa: ANN202
         taken = tl.minimum(left, tiles - offset)
         best, total, sums = _attend(
             q, k_pages, v_pages, table, row, length, begin, first + offset, first + offset + taken, head, mask, scale,
-            q_t, q_n, page_p, page_s, page_k, table_r, kv_head, WIDTH, PAGE, WINDOW, SOFTCAP, BLOCK_M, BLOCK_N, BLOCK_H,
+            q_t, q_n, page_p, page_s, page_k, table_r, kv_head, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_M, BLOCK_N,
+        BLOCK_H,
         )  # fmt: skip
         opening = before // run  # the program that begins the row
         parts = (before + tiles - 1) // run - opening + 1
@@ -242,7 +248,7 @@ def _queue_kernel(  # noqa: ANN202
 
 def attend(q_RNH: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
     """What `attention.attend` promises of a decode step, (R, N, H); fp32 softmax and sums."""
-    k_pages, v_pages, table_RB, window = keys.k_pages, keys.v_pages, keys.table_RB, scoring.window
+    k_pages, v_pages, table_RB, window = keys.k_pages, keys.v_pages, keys.table_RB, scoring.reach
     (rows, heads, width), (_, page_size, kv_heads, _) = q_RNH.shape, k_pages.shape
     keys_of_row, device = table_RB.shape[1] * page_size, q_RNH.device
     split = Split.of(rows, keys_of_row, kv_heads, width, k_pages.element_size(), window, device)
@@ -258,7 +264,8 @@ def attend(q_RNH: Tensor, keys: Keys, scoring: Scoring) -> Tensor:
     assert rows * kv_heads <= len(counts)
     strides = (q_RNH.stride(0), q_RNH.stride(1), *k_pages.stride()[:3], table_RB.stride(0))
     sizes = dict(
-        HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=page_size, WINDOW=window or 0, SOFTCAP=scoring.softcap or 0.0,
+        HEADS=heads, GROUP=heads // kv_heads, WIDTH=width, PAGE=page_size, WINDOW=window or 0, CHUNK=scoring.chunk or 0,
+        ALIBI=scoring.alibi or 0.0, EVEN=2 ** (heads.bit_length() - 1), SOFTCAP=scoring.softcap or 0.0,
         SINKS=scoring.sinks is not None, RUN=_RUN, QUEUED=_QUEUED, BLOCK_M=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_N=split.tile, BLOCK_H=_block(width), num_warps=4, num_stages=split.stages, **CHAIN,
     )  # fmt: skip

@@ -24,16 +24,24 @@ def no_keys(BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
+def alibi_slopes(head, HEADS: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr):
+    """What ALiBi adds a position for each head, times ALIBI: `attention.alibi_slopes`, EVEN the power of two of heads there."""
+    exponent = tl.where(head < EVEN, 8.0 * (head + 1) / EVEN, 4.0 * (2 * (head - EVEN) + 1) / EVEN)
+    return tl.exp2(-exponent) * ALIBI
+
+
+@triton.jit
 def fold_tiles(
     best, total, sums, q_mh, k_pages, v_pages, pages_of_row, kv_head, first, last, begin, stop, position, scale,
-    page_p, page_s, page_k,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, MASKED: tl.constexpr,
+    page_p, page_s, page_k, slope_m,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with a row's tiles from `first` to before `last` added.
 
-    Keys from `begin` to before `stop` may be read; a query sees those up to its `position`, within its window. MASKED: some
-    of the tiles' keys may be out of some query's sight; else all see all.
+    Keys from `begin` to before `stop` may be read; a query sees those up to its `position`, within its window and its
+    chunk. MASKED: some of the tiles' keys may be out of some query's sight; else all see all. `slope_m` has, with ALIBI, each
+    head's bias a position.
     """
     h = tl.arange(0, BLOCK_H)
     for tile in range(first, last):
@@ -57,10 +65,15 @@ def fold_tiles(
             base2 = LOG2E
         else:
             base2 = scale * LOG2E
+        if ALIBI > 0:
+            scores = scores * base2 + slope_m[:, None] * LOG2E * (key[None, :] - position[:, None]).to(tl.float32)
+            base2 = 1.0
         if MASKED:
             visible = live[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            if CHUNK > 0:
+                visible = visible & (key[None, :] >= (position // CHUNK * CHUNK)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1) * base2)
         safe = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best

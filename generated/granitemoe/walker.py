@@ -1,0 +1,193 @@
+# Generated from specs/granitemoe.yaml. Do not edit: change the spec or the templates,
+# then run `flexgen build specs/granitemoe.yaml`.
+"""Granite's experts, with or without a shared one: factors on the embedding, branches, scores and logits.
+
+T tokens of one step   D model width   I inner width   E experts   V vocabulary   R rows that want logits
+w the layer's weights, pages and state   dims the checkpoint's numbers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexgen.contract import layer_kinds as schedule, weights
+from flexgen.contract.abi import Layer, Step
+from flexgen.contract.heads import check_heads
+from flexgen.contract.numbers import Numbers
+from flexgen.runtime.loading.config import Config
+from flexgen.runtime.ops.elementwise import project, rms_norm_cast_before
+from flexgen.runtime.ops.experts import experts, top_k
+
+from .attention import attention_attention, attention_weights
+
+ABI = 3
+MODEL_TYPES = ("granitemoe", "granitemoeshared")
+TEXT_CONFIG = None
+PREFIXES = ("model",)
+SKIP = ("layers.*.self_attn.rotary_emb.inv_freq",)
+DEFAULTS = {
+    "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
+    "num_local_experts": 8, "num_experts_per_tok": 2, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0, "logits_scaling": 1.0, "shared_intermediate_size": 0,
+    "rope_parameters": {"rope_theta": 10000.0},
+}
+REQUIRE = {"hidden_act": "silu"}
+IGNORE = ()
+
+
+class Dims(Numbers):
+    """The numbers of one checkpoint."""
+
+    def __init__(self, raw: dict, ignore: tuple[str, ...] = ()) -> None:
+        """Bind the numbers to a config.json. Raises ConfigError for whatever this package does not describe."""
+        config = Config(raw, model_types=MODEL_TYPES, defaults=DEFAULTS, require=REQUIRE,
+                        ignore=(*IGNORE, *ignore), layers_by=None)
+        self.vocab = config.int("vocab_size")
+        self.hidden = config.int("hidden_size")
+        self.layers = config.int("num_hidden_layers")
+        self.heads = config.int("num_attention_heads", nonzero=True)
+        self.kv_heads = config.int("num_key_value_heads", default=self.heads)
+        self.head_dim = self.hidden // self.heads
+        self.experts = config.int("num_local_experts")
+        self.top_k = config.int("num_experts_per_tok")
+        self.size = config.int("intermediate_size")
+        self.shared_size = config.int("shared_intermediate_size")
+        self.embedding_factor = config.float("embedding_multiplier")
+        self.branch_factor = config.float("residual_multiplier")
+        self.score_factor = config.float("attention_multiplier")
+        self.logits_factor = 1 / config.number("logits_scaling", nonzero=True)
+        self.eps = config.float("rms_norm_eps")
+        self.attention_bias = config.flag("attention_bias")
+        self.tied = config.flag("tie_word_embeddings")
+        self.rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=self.head_dim)
+        check_heads("attention.attention", heads=self.heads, kv_heads=self.kv_heads)
+        self.kinds = config.schedule(self.layers, (
+            schedule.everywhere("routed"),
+            schedule.everywhere("both", when=config.optional("shared_intermediate_size")),
+        ))
+        config.finish()
+
+
+def model_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: embedding, head
+    return [
+        weights.embedding("embed_tokens", dims.vocab, dims.hidden),
+        weights.norm("norm", dims.hidden),
+        weights.head("lm_head", dims.vocab, dims.hidden, same_as="embed_tokens" if dims.tied else None),
+    ]
+
+
+def block_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: block
+    return [
+        weights.norm("input_layernorm", dims.hidden),
+        weights.norm("post_attention_layernorm", dims.hidden),
+    ]
+
+
+def shared_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: mlp.shared
+    return [
+        *weights.linear("shared_gate_up", {
+            "shared_mlp.input_linear": weights.packed(dims.shared_size, dims.shared_size),
+        }, dims.hidden, out="inner"),
+        *weights.linear("shared_down", {"shared_mlp.output_linear": dims.hidden}, dims.shared_size, into="inner"),
+    ]
+
+
+def shared(w: Layer, x_TD: Tensor) -> Tensor:
+    # spec: mlp.shared
+    gate_TI, up_TI = project(x_TD, w.shared_gate_up).chunk(2, dim=-1)
+    return project(F.silu(gate_TI) * up_TI, w.shared_down)
+
+
+def moe_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: moe.moe
+    return [
+        *weights.router("moe_router", {"block_sparse_moe.router.layer": dims.experts}, dims.hidden,
+            "moe_routed", dims.top_k),
+        weights.experts("moe_gate_up",
+            dims.experts, ("inner", 2 * dims.size), ("", dims.hidden),
+            weights.Stacked("block_sparse_moe.input_linear.weight")),
+        weights.experts("moe_down",
+            dims.experts, ("", dims.hidden), ("inner", dims.size),
+            weights.Stacked("block_sparse_moe.output_linear.weight")),
+    ]
+
+
+def moe_route(w: Layer, x_TD: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
+    # spec: moe.moe.router
+    scores_TE = project(x_TD, w.moe_router)
+    weights_TK, experts_TK = top_k(scores_TE, dims.top_k, w.moe_routed)
+    weights_TK = torch.softmax(weights_TK, dim=-1)
+    return weights_TK.to(x_TD.dtype), experts_TK
+
+
+def moe_experts(w: Layer, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, dims: Dims) -> Tensor:
+    # spec: moe.moe
+    return experts(x_TD, weights_TK, experts_TK, w.moe_gate_up, w.moe_down, act="silu", layout="out_in")
+
+
+def routed_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
+    h_TD = attention_attention(w, h_TD, dims, step)  # writes K/V pages
+    h_TD = h_TD * dims.branch_factor
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
+    routes = moe_route(w, h_TD, dims)
+    h_TD = moe_experts(w, h_TD, *routes, dims)
+    h_TD = h_TD * dims.branch_factor
+    return x_TD + h_TD
+
+
+def both_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: block[0]
+    h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
+    h_TD = attention_attention(w, h_TD, dims, step)  # writes K/V pages
+    h_TD = h_TD * dims.branch_factor
+    x_TD = x_TD + h_TD
+    # spec: block[1]
+    h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
+    routes = moe_route(w, h_TD, dims)
+    moe_TD = moe_experts(w, h_TD, *routes, dims)
+    shared_TD = shared(w, h_TD)
+    h_TD = moe_TD + shared_TD
+    h_TD = h_TD * dims.branch_factor
+    return x_TD + h_TD
+
+
+# by kind: the layer function, the entries that keep state, and the tables of weights; a layer's tensors are below LAYER
+LAYERS: dict[str, Callable[..., Tensor]] = {"routed": routed_layer, "both": both_layer}
+MIXERS: dict[str, tuple[str, ...]] = {"routed": ("attention",), "both": ("attention",)}
+WEIGHTS: dict[str, tuple[Callable[[Dims], list[weights.Weight]], ...]] = {
+    "model": (model_weights,),
+    "routed": (block_weights, attention_weights, moe_weights),
+    "both": (block_weights, attention_weights, moe_weights, shared_weights),
+}
+LAYER = "layers.*"
+
+
+class Walker:
+    """The model: embedding, the schedule's layers, head. `run` holds one function a layer, of LAYERS or compiled."""
+
+    def __init__(self, dims: Dims, weights: Layer, layers: list[Layer], run: list[Callable[..., Tensor]]) -> None:
+        self.dims, self.weights, self.layers, self.run = dims, weights, layers, run
+
+    def forward(self, ids_T: Tensor, step: Step) -> Tensor:
+        """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
+        w, dims = self.weights, self.dims
+        x_TD = F.embedding(ids_T, w.embed_tokens) * dims.embedding_factor
+        for layer, run in zip(self.layers, self.run):
+            x_TD = run(layer, x_TD, dims, step)
+        return rms_norm_cast_before(x_TD, w.norm, dims.eps)
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Hidden states (R, D) to logits (R, V)."""
+        w, dims = self.weights, self.dims
+        return project(x_RD, w.lm_head) * dims.logits_factor
