@@ -66,11 +66,6 @@ MEANINGS: dict[str, Meaning] = {
     **_each("training only", "checkpoint.ignore", "resid_pdrop", "embd_pdrop", "attn_pdrop", "emb_pdrop",
             "residual_dropout", "embedding_dropout", "router_jitter_noise", "router_z_loss_coef", "num_logits_to_keep",
             "num_nextn_predict_layers", "pretraining_tp", "moe_jitter_eps", "moe_loss_weight", "aux_loss_alpha", "seq_aux"),
-    **_each("groups of experts of which some are kept", "moe.*.router.groups", "n_group", "topk_group", "num_expert_group",
-            "topk_method"),
-    **_each("a factor on the routed sum", "moe.*.router.scale", "routed_scaling_factor", "moe_routed_scaling_factor"),
-    **_each("a bias of the choice of experts", "moe.*.router.choice_bias", "e_score_correction_bias", "use_expert_bias",
-            "moe_router_enable_expert_bias"),
     # what it cannot
     **_each("multi-head latent attention (compressed K/V)", None, "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
             "qk_rope_head_dim", "qk_head_dim", "v_head_dim"),
