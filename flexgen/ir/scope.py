@@ -218,7 +218,9 @@ class Scope:
         self.problems.add(error.code, error.message, path, help=error.help, within=(error.start, error.end))
 
     def _unknown(self, name: Name, path: SpecPath) -> None:
-        near = nearest(name.dotted, self.exprs)
+        field = str(path[-1])
+        is_akin = field in self.exprs and field in name.dotted.split("_")  # `heads: num_heads` means the dim `heads`
+        near = field if is_akin else nearest(name.dotted, self.exprs)
         help = f"did you mean `{near}`?" if near else f"define it in `dims`: `{name.dotted}: CONFIG_FIELD`"
         if name.dotted.lower() in _OLD_BOOLEANS:
             help = f"write `{_OLD_BOOLEANS[name.dotted.lower()]}`"

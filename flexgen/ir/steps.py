@@ -296,6 +296,9 @@ class Lowering:
         return out, [route, *call]
 
     def _own(self, row: ir.Row, path: SpecPath) -> None:
+        if row.role in self.roles:
+            help = "a module of the file is one weight: name another, or compute it once and `sum` what reads it"
+            self.problems.add("SPEC025", f"`{row.role}` is the weight of two steps of one layer", path, help=help)
         self.roles.append(row.role)
         if self.owned.setdefault(row.role, row) != row:
             self.problems.add("SPEC020", f"two weights would both be called `{row.role}`", path)

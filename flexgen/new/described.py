@@ -8,16 +8,21 @@ from typing import Any
 
 from flexgen.contract.configs import leaves, look
 from flexgen.contract.synonyms import SYNONYMS
+from flexgen.diff.changes import flow
 from flexgen.new.config import Given
 from flexgen.new.draft import Draft, finished, mark_decisions, rename
+from flexgen.new.made import class_defaults, small
 from flexgen.new.meanings import MEANINGS
 from flexgen.new.reads import Fit
 from flexgen.new.text import MARK, Text
 from flexgen.spec.load import Spec
 
 
-def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
-    """A spec for a config: the one that describes it, or the nearest with all that differs marked."""
+def from_config(spec: Spec, name: str, given: Given, found: Fit, own: bool = True) -> Draft:
+    """A spec for a config: the one that describes it, or the nearest with all that differs marked.
+
+    own: `defaults` are those of the config's class and `tiny` has the config's values; else both are the nearest family's.
+    """
     text = Text(spec.document)
     adopted = _mark_differences(text, spec, given, found)
     if found.is_exact:
@@ -29,6 +34,8 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
         types = spec.model.checkpoint.model_types if found.serves else given.model_types
         rename(text, spec, name, types)
         _nest(text, spec, given)
+        if own:
+            _take(text, spec, given, adopted)
         mark_decisions(text, spec)
         head = [f"# Drafted by `flexgen new {name} --config {given.path.name}` from {spec.path}, the nearest family."]
     head += _section("config.json states:", _stated(given, found))
@@ -48,6 +55,18 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit) -> Draft:
             head.append(f"{MARK} `{shown}` is read by nothing: {meaning.feature}, see `{meaning.place}`")
     head += _section("Unsupported: config.json states what the language cannot say yet:", unsupported)
     return finished(text, head, tuple(unsupported))
+
+
+def _take(text: Text, spec: Spec, given: Given, adopted: set[str]) -> None:
+    """Defaults of the config's class, and its own values in `tiny`."""
+    filled = class_defaults(spec, given.model_types[0])
+    if filled and not adopted:  # fields under another name are renamed where they stand
+        if "defaults" in spec.document.data["checkpoint"]:
+            text.fill(("checkpoint", "defaults"), {field: flow(value) for field, value in filled.items()})
+        else:
+            text.insert(("checkpoint", "model_types"), f"defaults: {flow(filled)}")
+    for field, value in small(spec, given).items():
+        text.replace(("tiny", field), flow(value))
 
 
 def _nest(text: Text, spec: Spec, given: Given) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flexgen.spec.diagnostics import Span, SpecPath
 from flexgen.spec.source import Document
 
@@ -19,6 +21,13 @@ class Text:
     def replace(self, path: SpecPath, value: str) -> None:
         """Write another value at a path; the last one counts."""
         self._values[self._document.value_span(path)] = value
+
+    def fill(self, path: SpecPath, fields: Mapping[str, str]) -> None:
+        """Write another mapping at a path, a line a field where the old one had that form."""
+        span = self._document.value_span(path)
+        indent = self._document.lines[span.line - 1][: span.column - 1]
+        lines = [f"{field}: {value}" for field, value in fields.items()]
+        self._values[span] = f"\n{indent}".join(lines) if indent.isspace() else f"{{{', '.join(lines)}}}"
 
     def rename(self, path: SpecPath, key: str) -> None:
         """Write another key at a path."""

@@ -50,7 +50,12 @@ def _from_config(name: str, path: Path) -> tuple[Draft, str]:
         fits, key=lambda item: (not item[1].is_exact, not item[1].serves, item[1].distance, len(item[0].model.dims))
     )
     what = "describes this config" if found.is_exact else "is the nearest family"
-    return from_config(spec, name, given, found), f"{spec.path}, which {what}"
+    made = from_config(spec, name, given, found)
+    try:
+        resolve(parse_spec(made.text, f"{name}.yaml"))
+    except SpecError:  # the config's own values do not go with the nearest family's words
+        made = from_config(spec, name, given, found, own=False)
+    return made, f"{spec.path}, which {what}"
 
 
 def _finished() -> list[Spec]:

@@ -117,7 +117,12 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
             help = f"write {value} without quotes: in quotes it is text"
         return Diagnostic("SPEC007", f"{where} cannot be {shown}", spec.path, span, help=help, subject=path)
     if kind.startswith("union_tag"):
-        forms = ", ".join(f"`{form}`" for form in tags_at(path, data))
+        tags = list(tags_at(path, data))
+        for key in value if isinstance(value, dict) else ():
+            if (near := nearest(str(key), tags)) is not None:
+                at = spec.span((*path, key), key=True)
+                return Diagnostic("SPEC004", f"unknown field `{key}`", spec.path, at, help=f"did you mean `{near}`?", subject=(*path, key))
+        forms = ", ".join(f"`{form}`" for form in tags)
         return Diagnostic(
             "SPEC006", f"{where} has none of the forms that it can take", spec.path, span, help=f"forms: {forms}"
         )
@@ -137,6 +142,8 @@ def _explain_value(item: Any, path: SpecPath, name: str, value: Any, data: Any, 
             wanted = "the name of an entry"
         elif not isinstance(value, dict | list | type(None)):
             help = "quote it to make it text"
+    if wanted == "a list" and not isinstance(value, dict | type(None)) and path and isinstance(path[-1], str):
+        help = f"as in `{name}: [{value}]`"
     return Diagnostic("SPEC006", f"{where} needs {wanted}, found {shown}", spec.path, span, help=help or None, subject=path)
 
 

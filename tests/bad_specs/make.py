@@ -16,6 +16,15 @@ from flexgen.spec.source import split_lines
 HERE = Path(__file__).parent
 
 CASES: dict[str, tuple[str, str, str]] = {
+    # what people write instead
+    "number_of_heads": ("llama", "full: {heads: heads", "full: {heads: num_heads"),
+    "dim_read_too_early": ("llama", "  heads: num_attention_heads", "  heads: num_attention_heads * kv_heads"),
+    "weight_of_two_norms": ("llama", "weight: post_attention_layernorm", "weight: input_layernorm"),
+    "misspelt_layout": ("qwen3_moe", "{stacked: mlp.experts.gate_up_proj", "{stackd: mlp.experts.gate_up_proj"),
+    "misspelt_step": ("llama", "weight: input_layernorm", "wieght: input_layernorm"),
+    "branch_without_list": ("llama", "add: [{norm: rms, weight: input_layernorm}, attention]", "add: attention"),
+    "number_null_by_default": ("llama", "    mlp_bias: false", "    mlp_bias: false\n    intermediate_size: null"),
+    "text_for_a_size": ("llama", "  hidden_size: ", "  hidden_size: big  # "),
     # file level
     "duplicate_key": ("llama", "  vocab: vocab_size\n", "  vocab: vocab_size\n  vocab: vocab_size\n"),
     "anchor": ("llama", "  rms: {kind", "  rms: &n {kind"),

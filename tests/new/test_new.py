@@ -14,10 +14,11 @@ from transformers import AutoConfig
 
 from flexgen.assets import root
 from flexgen.compiler import UsageError, check
+from flexgen.contract.configs import normalise
 from flexgen.new.config import ConfigFileError
 from flexgen.new.write import draft, write
 from flexgen.render.render import render
-from flexgen.spec.load import load_spec
+from flexgen.spec.load import load_spec, parse_spec
 
 SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
 MULTIMODAL = {"gemma4_dense": "gemma4", "gemma4_moe": "gemma4", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
@@ -244,3 +245,25 @@ def test_command_line(tmp_path):
     bad = run("other", "--config", "config.json")
     assert bad.returncode == 3 and bad.stderr.startswith("error: config.json:1:2: this is not JSON")
     assert "Traceback" not in bad.stderr and not (tmp_path / "specs/other.yaml").exists()
+
+
+@pytest.mark.parametrize("kind", ["olmo", "exaone4", "seed_oss", "glm"])
+def test_a_draft_takes_the_defaults_of_the_config_class_and_its_values(kind, tmp_path):
+    """Fields that the nearest family had are filled in by this class; flags and factors of `tiny` are this config's."""
+    from transformers import CONFIG_MAPPING
+
+    given = CONFIG_MAPPING[kind]().to_dict() | {"attention_bias": True, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    made, source = draft("mine", None, tmp_path / "config.json")
+    data = parse_spec(made.text, "mine.yaml").data
+    assert "the nearest family" in source
+    filled = normalise(CONFIG_MAPPING[kind]().to_dict(), None)
+    defaults = data["checkpoint"].get("defaults", {})
+    assert defaults and {field: filled[field] for field in defaults if field in filled} == {
+        field: value for field, value in defaults.items() if field in filled
+    }
+    tiny = data["tiny"]
+    flags = [field for field, value in tiny.items() if isinstance(value, bool) and isinstance(given.get(field), bool)]
+    assert flags and all(tiny[field] == given[field] for field in flags)
+    sizes = [value for field, value in tiny.items() if field in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    assert max(sizes) < 300

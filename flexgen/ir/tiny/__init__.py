@@ -10,7 +10,7 @@ from flexgen.ir.architecture import Dim
 from flexgen.ir.problems import Problems
 from flexgen.ir.scope import Scope
 from flexgen.ir.tiny.fields import check_fields, check_ignored, check_model_type
-from flexgen.ir.tiny.numbers import check_fences, check_groups, check_head_counts, evaluate_dims
+from flexgen.ir.tiny.numbers import check_fences, check_groups, check_head_counts, check_null_defaults, evaluate_dims
 from flexgen.ir.tiny.reads import DEFAULTS, TINY, Tiny, fences
 from flexgen.ir.tiny.ropes import check_ropes, check_rotations
 from flexgen.ir.tiny.schedule import check_schedule
@@ -28,6 +28,7 @@ def check_tiny(spec: Spec, scope: Scope, dims: tuple[Dim, ...], problems: Proble
         check_fields(tiny, node, "", place, place)
     check_fences(tiny)
     check_ropes(tiny)
+    check_null_defaults(tiny)
     values = evaluate_dims(tiny)
     problems.raise_if_any()
     check_head_counts(tiny, values)

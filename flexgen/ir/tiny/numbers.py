@@ -36,7 +36,8 @@ def check_fences(tiny: Tiny) -> None:
 def evaluate_dims(tiny: Tiny) -> dict[str, Any]:
     """The value of each dim as far as `tiny` settles it."""
     values: dict[str, Any] = {}
-    for name, expr in tiny.scope.exprs.items():
+    order = list(tiny.scope.exprs)
+    for place, (name, expr) in enumerate(tiny.scope.exprs.items()):
         fields = tiny.fields_of(name)
         seen = {**values, **{field: look(tiny.config, field) for field in fields}}
         try:
@@ -45,6 +46,15 @@ def evaluate_dims(tiny: Tiny) -> dict[str, Any]:
                 expr.alternatives[-1].evaluate(seen)  # the load computes the default whether it is needed or not
         except ExpressionError as error:
             missing = [field for field in fields if seen[field] is None]
+            if late := next((field for field in missing if field in order[place + 1 :]), None):
+                message = f"`{name}` reads `{late}`, a dim that is defined further down"
+                note = ("it is here", ("dims", late))
+                tiny.problems.add("SPEC024", message, ("dims", name), help=f"move `{late}` above it", note=note)
+                values[name] = 1
+                continue
+            if not missing and any(isinstance(values.get(dim), str) for dim in (each.dotted for each in expr.names())):
+                values[name] = 1
+                continue  # what that dim is has been said of its own field
             near = nearest(missing[0], {*tiny.scope.exprs, *tiny.config} - {name}) if missing else None
             if near in tiny.config and is_slip(tiny, missing[0], near, margin=1):
                 misread(tiny, missing[0], name, near)
@@ -55,6 +65,18 @@ def evaluate_dims(tiny: Tiny) -> dict[str, Any]:
                 tiny.problems.add("SPEC024", f"`tiny` {shown}", TINY, key=True, help=help, note=note)
             values[name] = 1
     return values
+
+
+def check_null_defaults(tiny: Tiny) -> None:
+    """Numbers whose only default is null: a checkpoint that is silent about the field could not be loaded."""
+    defaults = tiny.model.checkpoint.defaults
+    for name, expr in tiny.scope.exprs.items():
+        field = expr.dotted if isinstance(expr, Name) else None
+        if field is not None and field not in tiny.scope.exprs and look(defaults, field, "absent") is None:
+            message = f"`{name}` is a number, and where config.json is silent `{field}` is null"
+            help = f"`{field} or 0`, or for a window `{field} or none`"
+            note = ("its default", (*DEFAULTS, *field.split(".")))
+            tiny.problems.add("SPEC024", message, ("dims", name), help=help, note=note)
 
 
 def check_groups(tiny: Tiny, values: dict[str, Any]) -> None:
