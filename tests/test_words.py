@@ -92,3 +92,11 @@ def test_a_number_under_another_name_is_pointed_at(tmp_path):
     folder = dump({key: value for key, value in config.items() if value is not ...}, tmp_path / "file")
     with pytest.raises(ConfigError, match=r"lacks num_experts.* has num_local_experts.* `num_experts or num_local_experts`"):
         Model.load(folder, device="cpu", load_format="dummy", generated=package)
+
+
+def test_what_says_where_is_rounded_must_say_something():
+    assert "`tables` has no effect" in messages(changed("cohere2", ("compute: fp32, tables: model", "tables: model")))
+    no_sum = ("{sum: [[attention], [mlp]]}]", "attention, mlp]")
+    assert "`in_turn` has no effect: the branch ends with no `sum`" in messages(changed("cohere2", no_sum))
+    stated = ("{like: rms, gain: none}", "{like: rms, gain: none, cast: after}")
+    assert "`cast` has no effect: there is no weight" in messages(changed("llama4", stated))

@@ -115,3 +115,19 @@ def test_traces_as_one_graph_with_dynamic_lengths():
 def test_rounded_is_the_number_that_the_dtype_holds():
     assert ops.rounded(53.0659966, torch.bfloat16) == torch.tensor(53.0659966).bfloat16().item() == 53.0
     assert ops.rounded(53.0, torch.float32) == 53.0
+
+
+def test_gelu_new_rounds_as_transformers_does():
+    x = torch.randn(500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(ops.gelu_new(x), ACT2FN["gelu_new"](x))
+    assert not torch.equal(ops.gelu_new(x), torch.nn.functional.gelu(x, approximate="tanh"))
+
+
+def test_queries_are_scaled_in_fp32_or_by_a_rounded_factor():
+    q_TNH = torch.randn(40, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    positions_T = torch.arange(40)
+    factor_T11 = (torch.log1p(torch.floor((positions_T.float() + 1.0) / 4)) * 0.1 + 1.0)[:, None, None]
+    wide = ops.scale_queries(q_TNH, positions_T, 0.1, 4, 1, fp32=True)
+    assert torch.equal(wide, (q_TNH * factor_T11).bfloat16())
+    narrow = ops.scale_queries(q_TNH, positions_T, 0.1, 4, 1)
+    assert torch.equal(narrow, q_TNH * factor_T11.bfloat16()) and not torch.equal(narrow, wide)

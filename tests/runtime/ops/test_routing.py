@@ -139,3 +139,12 @@ def test_groups_that_cannot_be_are_refused():
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"moe.moe: .*{message}"):
             check_groups("moe.moe", **{**sizes, **change})
+
+
+def test_equals_are_weighed_in_their_order_by_sparsemixer():
+    """In 16 bits scores are often equal: which of them comes first decides both weights."""
+    scores_TE = torch.randint(0, 3, (200, 6), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    theirs, chosen = their_sparsemixer(scores_TE, 0.1, training=False)
+    _, experts_TK = top_k(scores_TE, 2, by_order=True)
+    assert torch.equal(experts_TK, chosen)
+    assert torch.equal(sparsemixer(scores_TE, experts_TK, 0.1), theirs)
