@@ -86,6 +86,11 @@ class Reader:
                     for name, shape, experts in _modules(weight):
                         old = self.modules.get((index, name))
                         self.modules[index, name] = Module((*(old.roles if old else ()), weight), shape, experts)
+        self.whole = [place for place in self.modules if not self._of_one_expert(place)]
+        self.parameters: dict[Place, list[Place]] = {}
+        for index, name in self.whole:
+            if self.modules[index, name].experts:
+                self.parameters.setdefault((index, name.rpartition(".")[0]), []).append((index, name))
 
     def read(self, source: Any, name: str | None = None, config: Any = None) -> Adapter:
         """An adapter from a directory, a PeftModel, or a mapping of tensors with its config. Raises AdapterError."""
@@ -171,9 +176,8 @@ class Reader:
         if (index, module) in self.modules:
             return index, module
         parameters = [
-            place for place, known in self.modules.items()
-            if known.experts and place[0] == index and place[1].rpartition(".")[0] == module
-            and settings.promises(index, self._names(place), parameter=True)
+            place for place in self.parameters.get((index, module), ())
+            if settings.promises(index, self._names(place), parameter=True)
         ]  # fmt: skip
         if pair.depth < len(parameters):
             return parameters[len(parameters) - 1 - pair.depth]
@@ -219,10 +223,10 @@ class Reader:
 
     def _check_promise(self, name: str, settings: LoraSettings, updates: Collection[Place]) -> None:
         """An adapter holds an update of every module that its config names, and of no other."""
-        single = {place for place in updates if self._of_one_expert(place)}
+        single = any(self._of_one_expert(place) for place in updates)
         promised = {
-            place for place, module in self.modules.items()
-            if settings.promises(place[0], self._names(place), bool(module.experts)) and (single or not self._of_one_expert(place))
+            place for place in (self.modules if single else self.whole)
+            if settings.promises(place[0], self._names(place), bool(self.modules[place].experts))
         }  # fmt: skip
         for places, what in ((promised - set(updates), "lacks"), (set(updates) - promised, "holds, and its config does not name,")):
             if places:
@@ -304,13 +308,13 @@ def _live_pairs(peft: Any, name: str) -> Iterator[Pair]:
 
 
 def check_numbers(name: str, updates: Iterable[tuple[str, Update]]) -> None:
-    """Raises AdapterError for numbers that are none, waiting for the device once."""
+    """Raises AdapterError for numbers that are none, in a few launches, and waits for the device once."""
     listed = list(updates)
     with torch.no_grad():
-        sums = torch.stack([update.a.sum(dtype=torch.float32) + update.b.sum(dtype=torch.float32) for _, update in listed])
-        fine = sums.isfinite().tolist()
+        sums = torch._foreach_norm([tensor for _, update in listed for tensor in (update.a, update.b)], 1, dtype=torch.float32)
+        fine = torch.stack(sums).isfinite().tolist()
     if not all(fine):
-        worst = listed[fine.index(False)][0]
+        worst = listed[fine.index(False) // 2][0]
         raise AdapterError(f"adapter {name}: {worst} holds NaN or infinity; nothing was changed")
 
 

@@ -145,8 +145,9 @@ def _named(module: str, targets: Sequence[str]) -> bool:
 
 def _factors(updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
     """Several updates of a module as one: their ranks end to end, the scale in B. (..., R, I) and (..., O, R) in fp32."""
-    parts = [each.factors() if isinstance(each, ExpertLowRank) else (each.b.float(), each.a.float()) for each in updates]
-    return torch.cat([a for _, a in parts], -2), torch.cat([each.scale * b for each, (b, _) in zip(updates, parts)], -1)
+    parts = [each.factors() if isinstance(each, ExpertLowRank) else (each.b, each.a) for each in updates]
+    low = torch.cat([a.float() for _, a in parts], -2)
+    return low, torch.cat([each.scale * b.float() for each, (b, _) in zip(updates, parts)], -1)
 
 
 def _fill_parts(a: Tensor, b: Tensor, weight: Weight, found: Mapping[str, Sequence[Update]]) -> int:
