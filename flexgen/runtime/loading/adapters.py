@@ -72,11 +72,13 @@ class Pair:
 
 
 class Reader:
-    """Reads adapters of one model, on to its device or another. Knows every module that its spec has."""
+    """Reads adapters of one model, on to its device, or with `move=False` where their tensors are. Knows every module that its
+    spec has.
+    """
 
-    def __init__(self, model: Model, device: torch.device | None = None) -> None:
+    def __init__(self, model: Model, move: bool = True) -> None:
         walker = model.package.walker
-        self.model, self.device = model, device or model.device
+        self.model, self.device = model, model.device if move else None
         self.prefixes: list[str] = sorted(walker.PREFIXES, key=len, reverse=True)
         self.layer = re.compile(walker.LAYER.replace(".", r"\.").replace("*", r"(\d+)") + r"\.(.+)")
         self.modules: dict[Place, Module] = {}
@@ -200,7 +202,7 @@ class Reader:
         for part, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
             if problem := unreadable(tensor):
                 raise AdapterError(f"adapter {name}: {pair.module}.{part} {problem}")
-        a, b = (tensor.detach().to(self.device) for tensor in (pair.a, pair.b))
+        a, b = (tensor.detach().to(self.device or pair.a.device) for tensor in (pair.a, pair.b))
         if pair.embedding:
             a, b = b.T, a.T
         try:
@@ -312,7 +314,7 @@ def check_numbers(name: str, updates: Iterable[tuple[str, Update]]) -> None:
     listed = list(updates)
     with torch.no_grad():
         sums = torch._foreach_norm([tensor for _, update in listed for tensor in (update.a, update.b)], 1, dtype=torch.float32)
-        fine = torch.stack(sums).isfinite().tolist()
+        fine = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist()
     if not all(fine):
         worst = listed[fine.index(False) // 2][0]
         raise AdapterError(f"adapter {name}: {worst} holds NaN or infinity; nothing was changed")
