@@ -204,6 +204,9 @@ class AsyncEngine:
     async def remove_lora(self, lora_id: int) -> bool:
         return await self._on_thread(lambda: self._engine.remove_lora(lora_id))
 
+    async def pin_lora(self, lora_id: int) -> bool:
+        return await self._on_thread(lambda: self._engine.pin_lora(lora_id))
+
     async def list_loras(self) -> set[int]:
         return await self._on_thread(self._engine.list_loras)
 

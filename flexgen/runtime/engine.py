@@ -121,9 +121,9 @@ class Engine:
         registry = self._registry()
         if registry.wants_reading(lora_request):
             self.add_lora(lora_request)
-        group.lora_request = lora_request
+        group.lora_request, key = lora_request, registry.use(lora_request.lora_int_id)
         for request in group.requests:
-            request.adapter, request.adapter_key = lora_request.lora_int_id, registry.key(lora_request.lora_int_id)
+            request.adapter, request.adapter_key = lora_request.lora_int_id, key
 
     def _registry(self) -> AdapterRegistry:
         if self.adapters is None:
@@ -140,16 +140,46 @@ class Engine:
         if not registry.wants_reading(lora_request):
             return False
         self._check_idle(number)
+        self._make_room(registry, number)
         registry.read(lora_request)
         self.scheduler.adapters.forget(number)
         return True
+
+    def _make_room(self, registry: AdapterRegistry, number: int) -> None:
+        """Let the adapter used longest ago go where one more would be too many to keep."""
+        most = self.options.max_cpu_loras
+        if most is None or number in registry.numbers or len(registry.numbers) < most:
+            return
+        oldest = registry.oldest({request.adapter for request in self._groups} | self.scheduler.adapters.pinned)
+        if oldest is None:
+            raise AdapterError(
+                f"max_cpu_loras={most} adapters are kept, and each is pinned or has answers that have not ended: raise it, or "
+                "wait for some of them"
+            )
+        self.scheduler.adapters.forget(oldest)
+        registry.remove(oldest)
 
     @_in_turn
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter. -> whether there was one of this number."""
         self._check_idle(lora_id)
         self.scheduler.adapters.forget(lora_id)
+        self.scheduler.adapters.pinned.discard(lora_id)
         return self._registry().remove(lora_id)
+
+    @_in_turn
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter, and its slot once it has one, until `remove_lora`. Raises AdapterError for one that was not read."""
+        slots = self.scheduler.adapters
+        if lora_id not in self._registry().numbers:
+            raise AdapterError(f"there is no adapter {lora_id} to pin; there are {sorted(self._registry().numbers)}: add_lora reads one")
+        if not slots.can_pin(lora_id):
+            raise AdapterError(
+                f"adapter {lora_id} cannot be pinned beside {sorted(slots.pinned - {lora_id})}: max_loras={self.options.max_loras}, "
+                "and one slot stays free for other adapters; raise it"
+            )
+        slots.pinned.add(lora_id)
+        return True
 
     def list_loras(self) -> set[int]:
         return self._registry().numbers
@@ -171,7 +201,9 @@ class Engine:
 
     @property
     def vllm_config(self) -> SimpleNamespace:
-        return SimpleNamespace(model_config=self.model_config, lora_config=None)
+        names = ("max_loras", "max_lora_rank", "max_cpu_loras")
+        room = SimpleNamespace(**{name: getattr(self.options, name) for name in names}) if self.options.enable_lora else None
+        return SimpleNamespace(model_config=self.model_config, lora_config=room)
 
     @property
     def model_executor(self) -> SimpleNamespace:

@@ -21,13 +21,14 @@ from flexgen.runtime.beam_search import BeamSearchOutput, BeamSearchParams, sear
 from flexgen.runtime.engine import Engine
 from flexgen.runtime.execution import regional
 from flexgen.runtime.garbage import few_collections
+from flexgen.runtime.loading.lora import AdapterError
 from flexgen.runtime.loading.merging import AdapterUpdate
 from flexgen.runtime.loading.updates import Source, Update
 from flexgen.runtime.options import EngineOptions, Options
 from flexgen.runtime.report import memory_report
 from flexgen.runtime.requests.generation import generation_defaults
 from flexgen.runtime.requests.outputs import GenerationError, RequestOutput
-from flexgen.runtime.requests.params import RequestOutputKind, SamplingParams
+from flexgen.runtime.requests.params import LoRARequest, RequestOutputKind, SamplingParams
 from flexgen.runtime.requests.prompts import Loras, Params, Prompt, lora_list, params_list, parse_prompt, prompt_list
 from flexgen.runtime.requests.request import RequestGroup
 from flexgen.runtime.requests.templates import options
@@ -95,6 +96,8 @@ class LLM:
         self._chat_template = chat_template
         self._requests = itertools.count()
         self._queued: list[RequestGroup] = []
+        self._trained: Any = None
+        self._last_lora = 0
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -345,6 +348,26 @@ class LLM:
         """Take a merged adapter out: the pristine weights, bit for bit, where no other changes them."""
         return self.llm_engine.unload_adapter(name, on_running)
 
+    def save_lora(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write the adapters of the PeftModel that `from_model` was given, as PEFT does."""
+        self._peft_model("save_lora").save_pretrained(save_directory)
+
+    def load_lora(self, save_directory: str | os.PathLike[str], load_tensors: bool = False) -> LoRARequest:
+        """A request for an adapter as it is now: the directory's, or with `load_tensors` the active ones of the PeftModel that
+        `from_model` was given, whose directory only names it then. Each call makes an adapter with a number of its own.
+        """
+        engine, name = self.llm_engine, os.fspath(save_directory)
+        number = self._last_lora = max(self._last_lora, *engine.list_loras(), 0) + 1
+        source = {"lora_model": self._peft_model("load_lora(load_tensors=True)")} if load_tensors else {"lora_path": name}
+        request = LoRARequest(name, number, **source)
+        engine.add_lora(request)
+        return request
+
+    def _peft_model(self, what: str) -> Any:
+        if not hasattr(self._trained, "peft_config"):
+            raise AdapterError(f"{what} needs a live PeftModel: make the engine with LLM.from_model(peft_model)")
+        return self._trained
+
     @classmethod
     def from_model(cls, model: Any, *, spec: str | None = None, generated: str | os.PathLike[str] | None = None,
                    ignore_config: Sequence[str] = (), head_dtype: torch.dtype | None = None, **arguments: Any) -> LLM:  # fmt: skip
@@ -358,7 +381,7 @@ class LLM:
         shared = share(model, spec=spec, generated=generated, ignore_config=ignore_config, head_dtype=head_dtype)
         arguments.setdefault("skip_tokenizer_init", arguments.get("tokenizer") is None)
         llm = cls(shared.model, **arguments)
-        llm.llm_engine.shared = shared
+        llm.llm_engine.shared, llm._trained = shared, model
         return llm
 
     def metrics(self) -> dict[str, int | float]:

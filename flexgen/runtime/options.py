@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    max_cpu_loras: int | None
     lora_target_modules: Sequence[str] | None
 
 
@@ -44,6 +45,7 @@ class EngineOptions:
     enable_prefix_caching  None: on, unless the model has recurrent state
     max_logprobs           most logprobs that a request may ask for at each position; None and -1: the whole vocabulary
     max_loras              adapters of requests that run in one step, each of at most max_lora_rank
+    max_cpu_loras          adapters of requests that are kept, at least max_loras, the oldest leaving; None: all
     lora_target_modules    last parts of the modules that have room for them; None: all linear ones and experts
     """
 
@@ -65,6 +67,7 @@ class EngineOptions:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     lora_target_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +87,8 @@ class EngineOptions:
         for name, known in (("logprobs_mode", LOGPROBS_MODES), ("scheduling_policy", POLICIES)):
             if not isinstance(value := getattr(self, name), str) or value not in known:
                 raise ValueError(f"{name}={shown(value)} must be one of {', '.join(known)}")
+        if self.max_cpu_loras is not None:
+            _at_least("max_cpu_loras", self.max_cpu_loras, self.max_loras)
         if self.max_logprobs is not None:
             _at_least("max_logprobs", self.max_logprobs, -1)
         for name in ("enforce_eager", "lazy_capture", "enable_return_routed_experts", "enable_lora", "enable_prefix_caching"):

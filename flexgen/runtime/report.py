@@ -50,8 +50,8 @@ def _weights(engine: Engine) -> list[str]:
     if engine.adapters is not None:
         room, kept = engine.adapters.attached, engine.adapters
         lines.append(
-            f"adapters of requests: {_size(room.nbytes)} for {engine.options.max_loras} of rank {room.rank}, and {_size(kept.host_bytes)} "
-            f"on the host for {len(kept.numbers)}"
+            f"adapters of requests: {_size(room.nbytes)} for {engine.options.max_loras} of rank {room.rank}, and {_size(kept.nbytes)} "
+            f"kept for {len(kept.numbers)}"
         )
     if shared is not None:
         lines.append(

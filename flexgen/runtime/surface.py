@@ -49,7 +49,7 @@ WORKING_ARGUMENTS = (
     "model", "tokenizer", "skip_tokenizer_init", "dtype", "load_format", "max_model_len", "max_num_seqs", "block_size",
     "num_gpu_blocks_override", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "logprobs_mode",
     "seed", "enforce_eager", "cudagraph_capture_sizes", "enable_return_routed_experts",
-    "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "mamba_ssm_cache_dtype", "revision",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "mamba_ssm_cache_dtype", "revision",
     "tokenizer_revision", "download_dir", "hf_token", "hf_overrides", "generation_config", "override_generation_config",
     "max_logprobs", "scheduling_policy", "chat_template", "compilation_config",
 )  # fmt: skip
@@ -101,7 +101,6 @@ NEUTRAL_ARGUMENTS: Mapping[str, Neutral] = {
     **_rows("adapters are of the text model's own modules, in any form that PEFT writes", enable_tower_connector_lora=(False,),
             enable_mixed_moe_lora_format=(False,), enable_moe_shared_loras=(False,)),
     **_rows("tables of adapters have the dtype of the weight", lora_dtype=("auto",)),
-    **_hints("the host keeps every adapter until remove_lora", "max_cpu_loras"),
     **_hints("one device holds whole adapters, and one graph serves any of them", "fully_sharded_loras", "specialize_active_lora"),
     **_rows(
         "prompts are always computed in chunks beside what decodes",
@@ -149,19 +148,17 @@ REFUSED_METHODS: Mapping[str, str] = {
 """Methods of vLLM's LLM that raise NotImplementedError, with the reason."""
 
 WORKING_ASYNC_METHODS = (
-    "from_engine_args", "generate", "abort", "add_lora", "remove_lora", "list_loras",
+    "from_engine_args", "generate", "abort", "add_lora", "remove_lora", "list_loras", "pin_lora",
     "get_tokenizer", "reset_prefix_cache", "reset_mm_cache", "check_health", "shutdown",
     "is_running", "is_stopped", "errored", "dead_error", "is_sleeping", "model_config",
 )  # fmt: skip
 
-_ADAPTERS = "the adapter used longest ago gives its slot away, and max_loras says how many there are"
 REFUSED_ASYNC_METHODS: Mapping[str, str] = {
     name: reason for name, reason in REFUSED_METHODS.items() if name not in ("embed", "classify", "score", "reward", "apply_model")
 } | {
     "from_vllm_config": "there is no such config; from_engine_args takes the arguments",
     "add_request": "generate yields a request's outputs",
     "get_supported_tasks": _POOLING,
-    **dict.fromkeys(("pin_lora",), _ADAPTERS),
     **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "load_weights waits for what runs, or aborts it"),
     **dict.fromkeys(("is_tracing_enabled", "do_log_stats"), "metrics() has all counters"),
     "tokenizer": "get_tokenizer() returns it",

@@ -235,3 +235,57 @@ def test_merged_and_attached_together_and_weights_that_change_below(tmp_path):
     llm.unload_adapter()
     assert torch.equal(model.read(model.layers[0], "qkv"), pristine)
     assert llm.load_weights(folder).counts["qkv"] == 3 * len(model.layers)
+
+
+def test_a_trainers_adapter_is_loaded_as_it_is_saved_as_peft_does_and_loaded_again(tmp_path):
+    peft = wrapped("llama")
+    sizes = {name: value for name, value in SIZES.items() if name not in ("dtype", "device")}
+    llm = LLM.from_model(peft, **sizes, **ROOM)
+    ask = lambda lora: answers(llm.generate([TOKENS], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False, lora_request=lora))[0]
+    plain, live = ask(None), llm.load_lora(tmp_path, load_tensors=True)
+    first = ask(live)
+    llm.save_lora(tmp_path)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-4)
+    changed = llm.load_lora(tmp_path, load_tensors=True)
+    assert first != plain and ask(live) == first and ask(changed) not in (first, plain)
+    saved_one = llm.load_lora(str(tmp_path))
+    assert ask(saved_one) == first and [each.lora_int_id for each in (live, changed, saved_one)] == [1, 2, 3]
+    bare = LLM(saved("llama")[1], skip_tokenizer_init=True, **SIZES, **ROOM)
+    for call in (lambda: bare.save_lora(tmp_path), lambda: bare.load_lora(tmp_path, load_tensors=True)):
+        with pytest.raises(AdapterError, match="needs a live PeftModel"):
+            call()
+    with pytest.raises(AdapterError, match="cannot be read"):
+        bare.load_lora(tmp_path / "nothing")
+
+
+def test_adapters_used_longest_ago_are_forgotten_but_for_pinned_ones(tmp_path):
+    _, folder = saved("llama")
+    loras = requests("llama", tmp_path, 5)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    everything = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM)
+    wanted = [answers(everything.generate([TOKENS], params, use_tqdm=False, lora_request=lora))[0] for lora in loras]
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM, max_cpu_loras=2)
+    engine = llm.llm_engine
+    ask = lambda number: answers(llm.generate([TOKENS], params, use_tqdm=False, lora_request=loras[number - 1]))[0]
+    for number, kept in ((1, {1}), (2, {1, 2}), (1, {1, 2}), (3, {1, 3}), (2, {2, 3})):
+        assert ask(number) == wanted[number - 1] and engine.list_loras() == kept
+    assert engine.pin_lora(2)
+    for number, kept in ((4, {2, 4}), (5, {2, 5}), (1, {1, 2})):
+        assert ask(number) == wanted[number - 1] and engine.list_loras() == kept
+        _, fresh = engine.scheduler.adapters.take(2)
+        engine.scheduler.adapters.give_back(2)
+        assert not fresh
+    with pytest.raises(AdapterError, match=r"adapter 1 cannot be pinned beside \[2\]: max_loras=2"):
+        engine.pin_lora(1)
+    with pytest.raises(AdapterError, match=r"no adapter 9 to pin; there are \[1, 2\]"):
+        engine.pin_lora(9)
+    with pytest.raises(AdapterError, match="max_cpu_loras=2 adapters are kept, and each is pinned or has answers"):
+        llm.generate([TOKENS] * 3, params, use_tqdm=False, lora_request=[loras[0], loras[2], loras[3]])
+    assert engine.list_loras() == {1, 2}
+    assert engine.remove_lora(2) and not engine.scheduler.adapters.pinned and not engine.unfinished
+    assert ask(4) == wanted[3]
+    with pytest.raises(ValueError, match="max_cpu_loras=1 is out of range: it must be at least 2"):
+        LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM, max_cpu_loras=1)

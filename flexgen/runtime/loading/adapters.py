@@ -72,11 +72,13 @@ class Pair:
 
 
 class Reader:
-    """Reads adapters of one model, on to its device or another. Knows every module that its spec has."""
+    """Reads adapters of one model, on to its device, or with `move=False` where their tensors are. Knows every module that its
+    spec has.
+    """
 
-    def __init__(self, model: Model, device: torch.device | None = None) -> None:
+    def __init__(self, model: Model, move: bool = True) -> None:
         walker = model.package.walker
-        self.model, self.device = model, device or model.device
+        self.model, self.device = model, model.device if move else None
         self.prefixes: list[str] = sorted(walker.PREFIXES, key=len, reverse=True)
         self.layer = re.compile(walker.LAYER.replace(".", r"\.").replace("*", r"(\d+)") + r"\.(.+)")
         self.modules: dict[Place, Module] = {}
@@ -86,6 +88,11 @@ class Reader:
                     for name, shape, experts in _modules(weight):
                         old = self.modules.get((index, name))
                         self.modules[index, name] = Module((*(old.roles if old else ()), weight), shape, experts)
+        self.whole = [place for place in self.modules if not self._of_one_expert(place)]
+        self.parameters: dict[Place, list[Place]] = {}
+        for index, name in self.whole:
+            if self.modules[index, name].experts:
+                self.parameters.setdefault((index, name.rpartition(".")[0]), []).append((index, name))
 
     def read(self, source: Any, name: str | None = None, config: Any = None) -> Adapter:
         """An adapter from a directory, a PeftModel, or a mapping of tensors with its config. Raises AdapterError."""
@@ -171,9 +178,8 @@ class Reader:
         if (index, module) in self.modules:
             return index, module
         parameters = [
-            place for place, known in self.modules.items()
-            if known.experts and place[0] == index and place[1].rpartition(".")[0] == module
-            and settings.promises(index, self._names(place), parameter=True)
+            place for place in self.parameters.get((index, module), ())
+            if settings.promises(index, self._names(place), parameter=True)
         ]  # fmt: skip
         if pair.depth < len(parameters):
             return parameters[len(parameters) - 1 - pair.depth]
@@ -196,7 +202,7 @@ class Reader:
         for part, tensor in (("lora_A", pair.a), ("lora_B", pair.b)):
             if problem := unreadable(tensor):
                 raise AdapterError(f"adapter {name}: {pair.module}.{part} {problem}")
-        a, b = (tensor.detach().to(self.device) for tensor in (pair.a, pair.b))
+        a, b = (tensor.detach().to(self.device or pair.a.device) for tensor in (pair.a, pair.b))
         if pair.embedding:
             a, b = b.T, a.T
         try:
@@ -219,10 +225,10 @@ class Reader:
 
     def _check_promise(self, name: str, settings: LoraSettings, updates: Collection[Place]) -> None:
         """An adapter holds an update of every module that its config names, and of no other."""
-        single = {place for place in updates if self._of_one_expert(place)}
+        single = any(self._of_one_expert(place) for place in updates)
         promised = {
-            place for place, module in self.modules.items()
-            if settings.promises(place[0], self._names(place), bool(module.experts)) and (single or not self._of_one_expert(place))
+            place for place in (self.modules if single else self.whole)
+            if settings.promises(place[0], self._names(place), bool(self.modules[place].experts))
         }  # fmt: skip
         for places, what in ((promised - set(updates), "lacks"), (set(updates) - promised, "holds, and its config does not name,")):
             if places:
@@ -304,13 +310,13 @@ def _live_pairs(peft: Any, name: str) -> Iterator[Pair]:
 
 
 def check_numbers(name: str, updates: Iterable[tuple[str, Update]]) -> None:
-    """Raises AdapterError for numbers that are none, waiting for the device once."""
+    """Raises AdapterError for numbers that are none, in a few launches, and waits for the device once."""
     listed = list(updates)
     with torch.no_grad():
-        sums = torch.stack([update.a.sum(dtype=torch.float32) + update.b.sum(dtype=torch.float32) for _, update in listed])
-        fine = sums.isfinite().tolist()
+        sums = torch._foreach_norm([tensor for _, update in listed for tensor in (update.a, update.b)], 1, dtype=torch.float32)
+        fine = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist()
     if not all(fine):
-        worst = listed[fine.index(False)][0]
+        worst = listed[fine.index(False) // 2][0]
         raise AdapterError(f"adapter {name}: {worst} holds NaN or infinity; nothing was changed")
 
 

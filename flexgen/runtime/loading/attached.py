@@ -1,4 +1,4 @@
-"""Adapters that requests bring along: kept on the host, copied into slots of tables that stay where they are.
+"""Adapters that requests bring along: kept where their tensors came from, copied into slots of tables that stay where they are.
 
 Every linear weight of a layer, and every expert weight, becomes an `Adapted` with room for some adapters. A slot is written between two
 steps, and captured steps read it like any other tensor.
@@ -27,8 +27,8 @@ Key = tuple[int | None, str]
 
 
 @dataclass(frozen=True)
-class HostAdapter:
-    """An adapter as its slot will hold it: of each weight A and B, the scale in B, at the rank that it needs.
+class KeptAdapter:
+    """An adapter as its slot will hold it: of each weight A and B, the scale in B, on the device that its tensors were on.
 
     counts  modules by role, as spec and config promise them
     """
@@ -44,7 +44,7 @@ class Attached:
 
     def __init__(self, model: Model, slots: int, rank: int, tokens: int, targets: Sequence[str] | None = None) -> None:
         self.model, self.rank = model, rank
-        self.reader = Reader(model, torch.device("cpu"))
+        self.reader = Reader(model, move=False)
         self.slots_T = torch.zeros(tokens, dtype=torch.int64, device=model.device)
         self.weights: dict[Key, tuple[Weight, Adapted]] = {}
         for index, layer, weight in _served(model, targets):
@@ -72,7 +72,7 @@ class Attached:
         """Bytes of all tables."""
         return sum(adapted.nbytes for _, adapted in self.weights.values())
 
-    def read(self, source: Any, name: str | None = None, config: Any = None) -> HostAdapter:
+    def read(self, source: Any, name: str | None = None, config: Any = None) -> KeptAdapter:
         """An adapter, checked whole. Raises AdapterError for what is not served, and for what has no room."""
         adapter = self.reader.read(source, name, config)
         modules: dict[Key, dict[str, Sequence[Update]]] = {}
@@ -88,30 +88,30 @@ class Attached:
         counts = Counter(role for (_, role), found in modules.items() for _ in found)
         if counts != Counter(adapter.promised):
             raise AdapterError(f"adapter {adapter.name} fills modules {dict(counts)}, and promised {dict(adapter.promised)}")
-        return HostAdapter(adapter.name, tables, counts, sum(a.nbytes + b.nbytes for a, b in tables.values()))
+        return KeptAdapter(adapter.name, tables, counts, sum(a.nbytes + b.nbytes for a, b in tables.values()))
 
+    @torch.no_grad()
     def _tables(self, adapter: Adapter, key: Key, found: Mapping[str, Sequence[Update]]) -> tuple[Tensor, Tensor]:
         weight, adapted = self.weights[key]
-        shapes = adapted.a.shape[1:], adapted.b.shape[1:]
-        a, b = (torch.zeros(shape, dtype=torch.float32) for shape in shapes)
+        device = next(update.a.device for updates in found.values() for update in updates)
+        a, b = (torch.zeros(table.shape[1:], dtype=table.dtype, device=device) for table in (adapted.a, adapted.b))
         needed = _fill_experts(a, b, weight, found) if weight.kind == "experts" else _fill_parts(a, b, weight, found)
         if needed > self.rank:
             raise AdapterError(
                 f"adapter {adapter.name} has rank {needed} at {', '.join(found)}, and max_lora_rank is {self.rank}: raise it"
             )
-        return a.to(adapted.a.dtype), b.to(adapted.b.dtype)
+        return a, b
 
     @torch.no_grad()
-    def place(self, slot: int, adapter: HostAdapter) -> None:
+    def place(self, slot: int, adapter: KeptAdapter) -> None:
         """Write an adapter into a slot that no launched step will read as another one."""
-        for key in self._written.pop(slot, ()):
-            if key not in adapter.tables:
-                self.weights[key][1].b[slot - 1].zero_()
+        stale = [key for key in self._written.pop(slot, ()) if key not in adapter.tables]
+        if stale:
+            torch._foreach_zero_([self.weights[key][1].b[slot - 1] for key in stale])
         self._written[slot] = list(adapter.tables)
-        for key, (a, b) in adapter.tables.items():
-            adapted = self.weights[key][1]
-            adapted.a[slot - 1].copy_(a)
-            adapted.b[slot - 1].copy_(b)
+        held = [self.weights[key][1] for key in adapter.tables]
+        slots = [table[slot - 1] for adapted in held for table in (adapted.a, adapted.b)]
+        torch._foreach_copy_(slots, [table for pair in adapter.tables.values() for table in pair])
 
 
 def _served(model: Model, targets: Sequence[str] | None) -> list[tuple[int | None, Layer, Weight]]:
@@ -145,8 +145,9 @@ def _named(module: str, targets: Sequence[str]) -> bool:
 
 def _factors(updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
     """Several updates of a module as one: their ranks end to end, the scale in B. (..., R, I) and (..., O, R) in fp32."""
-    parts = [each.factors() if isinstance(each, ExpertLowRank) else (each.b.float(), each.a.float()) for each in updates]
-    return torch.cat([a for _, a in parts], -2), torch.cat([each.scale * b for each, (b, _) in zip(updates, parts)], -1)
+    parts = [each.factors() if isinstance(each, ExpertLowRank) else (each.b, each.a) for each in updates]
+    low = torch.cat([a.float() for _, a in parts], -2)
+    return low, torch.cat([each.scale * b.float() for each, (b, _) in zip(updates, parts)], -1)
 
 
 def _fill_parts(a: Tensor, b: Tensor, weight: Weight, found: Mapping[str, Sequence[Update]]) -> int:

@@ -5,6 +5,8 @@ I in, O out, r rank, E experts. Sums are taken in fp32 and rounded once, so merg
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from flexgen.contract.weights import Weight
 from flexgen.errors import FlexgenError
+from flexgen.runtime.ops.merge import Factors, merge_low_rank
 
 
 class AdapterError(FlexgenError):
@@ -35,9 +38,9 @@ class LowRank:
         """(O, I)."""
         return self.b.shape[0], self.a.shape[1]
 
-    def delta(self) -> Tensor:
-        """(O, I) in fp32."""
-        return self.scale * (self.b.float() @ self.a.float())
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """b (1, O, r) and a (1, r, I), whose product times `scale` is the update."""
+        return self.b[None], self.a[None]
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,16 @@ class ExpertLowRank:
         return self.experts, self.b.shape[0], self.a.shape[1]
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """b (E, O, r) and a (E, r, I) in fp32, whose product times `scale` is the update."""
+        """b (E, O, r) and a (E, r, I), whose product times `scale` is the update."""
         rank = self.a.shape[0] // self.experts
-        b = self.b.float().view(self.b.shape[0], rank, self.experts)
-        return b.permute(2, 0, 1).contiguous(), self.a.float().view(self.experts, rank, -1)
+        b = self.b.reshape(self.b.shape[0], rank, self.experts)
+        return b.permute(2, 0, 1).contiguous(), self.a.reshape(self.experts, rank, -1)
 
 
 Deltas = Mapping[str, Sequence[LowRank | ExpertLowRank]]
 """Module name, below the layer, to the updates of every adapter on it. Adapters of older PEFT name each expert's modules,
 `mlp.experts.3.gate_proj`."""
 
-
-_AT_ONCE = 2**26
-"""Numbers of experts that are summed at once in fp32: 256 MiB beside the weights."""
 
 Merge = Callable[[Tensor, Tensor, Weight, Deltas], int]
 """Writes base + the sum of updates to `out`: (out, base, the weight's row, deltas) -> how many modules changed."""
@@ -106,19 +106,16 @@ def merge_rows(out: Tensor, base: Tensor, rows: Mapping[str, int], deltas: Delta
 
     Raises AdapterError where an update's shape is not its module's.
     """
-    out.copy_(base)
     changed = start = 0
     for module, count in rows.items():
-        updates = deltas.get(module, ())
+        updates, part = deltas.get(module, ()), slice(start, start + count)
+        for update in updates:
+            _check_fits(update, base[part].shape, module)
         if updates:
-            part = base[start : start + count]
-            total = part.float()
-            for update in updates:
-                _check_fits(update, part.shape, module)
-                assert isinstance(update, LowRank)  # what fits a matrix is one
-                total = total + update.delta()
-            out[start : start + count] = total.to(out.dtype)
+            merge_low_rank(out[part][None], base[part][None], [(each.scale, *each.factors()) for each in updates])
             changed += 1
+        else:
+            out[part].copy_(base[part])
         start += count
     return changed
 
@@ -133,47 +130,47 @@ def merge_experts(
     interleaved updates. Updates of `per_expert` modules, `*` the expert, belong to one expert's rows, module after module.
     Raises AdapterError where an update's shape is not its target's.
     """
-    parts = [_expert_updates(name, base.shape[0], deltas) for name in per_expert]
-    whole = deltas.get(stacked, ())
-    if not whole and not any(parts):
-        out.copy_(base)
-        return 0
-    shape_EOI = base.transpose(1, 2).shape if transposed else base.shape
+    whole, parts = deltas.get(stacked, ()), [_expert_updates(name, deltas) for name in per_expert]
+    out_EOI, base_EOI = (out.transpose(1, 2), base.transpose(1, 2)) if transposed else (out, base)
     for update in whole:
-        _check_fits(update, shape_EOI, stacked)
-    factors = [(update.scale, *update.factors()) for update in whole if isinstance(update, ExpertLowRank)]
-    assert len(factors) == len(whole)  # what fits all experts is for all of them
-    step = max(1, _AT_ONCE // base[0].numel())
-    for first in range(0, base.shape[0], step):
-        total = base[first : first + step].to(torch.float32, copy=True)
-        for scale, b, a in factors:
-            b, a = b[first : first + step], a[first : first + step]
-            total.baddbmm_(*((a.mT, b.mT) if transposed else (b, a)), alpha=scale)
-        total_EOI = total.transpose(1, 2) if transposed else total
-        for index, (name, updates) in enumerate(zip(per_expert, parts)):
-            some = [(expert - first, update) for expert, update in updates if first <= expert < first + step]
-            _add_per_expert(total_EOI.chunk(len(parts), dim=1)[index], some, name, first)
-        out[first : first + step] = total.to(out.dtype)
-    return bool(whole) + len({(name, expert) for name, updates in zip(per_expert, parts) for expert, _ in updates})
+        _check_fits(update, base_EOI.shape, stacked)
+    updates = [(update.scale, *update.factors()) for update in whole]
+    for place, (name, some) in enumerate(zip(per_expert, parts)):
+        updates += _of_experts(some, name, place, len(parts), base_EOI)
+    if updates:
+        merge_low_rank(out_EOI, base_EOI, updates)
+    else:
+        out.copy_(base)
+    return bool(whole) + sum(len({expert for expert, _ in some}) for some in parts)
 
 
-def _expert_updates(name: str, experts: int, deltas: Deltas) -> list[tuple[int, LowRank | ExpertLowRank]]:
-    """(expert, update) of every module that `name` stands for."""
-    return [(expert, update) for expert in range(experts) for update in deltas.get(name.replace("*", str(expert)), ())]
+def _expert_updates(name: str, deltas: Deltas) -> list[tuple[int, LowRank | ExpertLowRank]]:
+    """(expert, update) of every module that `name` stands for, `*` being the expert."""
+    pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)"))
+    found = ((pattern.fullmatch(module), updates) for module, updates in deltas.items())
+    return [(int(match[1]), update) for match, updates in found if match for update in updates]
 
 
-def _add_per_expert(target_EOI: Tensor, updates: Sequence[tuple[int, LowRank | ExpertLowRank]], name: str, first: int) -> None:
-    """Add updates to their experts' matrices, all of one rank in one batched product. `first`: what the model calls expert 0."""
-    by_rank: dict[int, list[tuple[int, LowRank]]] = {}
+def _of_experts(
+    updates: Sequence[tuple[int, LowRank | ExpertLowRank]], name: str, place: int, parts: int, base_EOI: Tensor
+) -> list[Factors]:
+    """Updates of single experts' modules as ones of all experts: zeros for those that have none, and for other modules' rows."""
+    experts, features, width = base_EOI.shape
+    rows, turns = features // parts, Counter[int]()
+    layers: dict[tuple[int, int], list[tuple[int, LowRank | ExpertLowRank]]] = {}
     for expert, update in updates:
-        _check_fits(update, target_EOI.shape[1:], name.replace("*", str(first + expert)))
-        assert isinstance(update, LowRank)  # what fits a matrix is one
-        by_rank.setdefault(update.a.shape[0], []).append((expert, update))
-    for same in by_rank.values():
-        a = torch.stack([update.a.float() for _, update in same])
-        b = torch.stack([update.scale * update.b.float() for _, update in same])
-        experts = torch.tensor([expert for expert, _ in same], device=target_EOI.device)
-        target_EOI.index_add_(0, experts, b @ a)
+        _check_fits(update, (rows, width), name.replace("*", str(expert)))
+        layers.setdefault((turns[expert], update.a.shape[0]), []).append((expert, update))
+        turns[expert] += 1
+    made = []
+    for (_, rank), same in layers.items():
+        which = torch.tensor([expert for expert, _ in same], device=base_EOI.device)
+        b_EOR = base_EOI.new_zeros((experts, features, rank), dtype=torch.float32)
+        a_ERI = base_EOI.new_zeros((experts, rank, width), dtype=torch.float32)
+        b_EOR[which, place * rows : (place + 1) * rows] = torch.stack([update.scale * update.b.float() for _, update in same])
+        a_ERI[which] = torch.stack([update.a.float() for _, update in same])
+        made.append((1.0, b_EOR, a_ERI))
+    return made
 
 
 def _check_rank(a: Tensor, b: Tensor, experts: int = 1) -> None:

@@ -1,11 +1,12 @@
-"""The adapters that requests may bring, by number: read once, kept on the host, written to a slot when one is given to them."""
+"""The adapters that requests may bring, by number: read once, kept, written to a slot when one is given to them."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from itertools import count
 
-from flexgen.runtime.loading.attached import Attached, HostAdapter
+from flexgen.runtime.loading.attached import Attached, KeptAdapter
 from flexgen.runtime.loading.lora import AdapterError
 from flexgen.runtime.requests.params import LoRARequest
 
@@ -13,7 +14,7 @@ from flexgen.runtime.requests.params import LoRARequest
 @dataclass(frozen=True)
 class _Known:
     request: LoRARequest
-    adapter: HostAdapter
+    adapter: KeptAdapter
     key: bytes
 
 
@@ -22,7 +23,7 @@ class AdapterRegistry:
 
     def __init__(self, attached: Attached) -> None:
         self.attached = attached
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _Known] = {}  # the one used last comes last
         self._reads = count(1)
 
     def wants_reading(self, request: LoRARequest) -> bool:
@@ -38,7 +39,7 @@ class AdapterRegistry:
             )
         return False
 
-    def read(self, request: LoRARequest) -> HostAdapter:
+    def read(self, request: LoRARequest) -> KeptAdapter:
         """Read an adapter, in place of an older one of its number."""
         names = getattr(request.source, "peft_config", None)
         name = request.lora_name if names is None or request.lora_name in names else None
@@ -47,9 +48,14 @@ class AdapterRegistry:
         self._known[request.lora_int_id] = _Known(request, adapter, key)
         return adapter
 
-    def key(self, number: int) -> bytes:
-        """What cached prefixes of an adapter are found by."""
+    def use(self, number: int) -> bytes:
+        """A request brings an adapter. -> what its cached prefixes are found by"""
+        self._known[number] = self._known.pop(number)
         return self._known[number].key
+
+    def oldest(self, needed: Set[int]) -> int | None:
+        """The adapter used longest ago of those that are not needed."""
+        return next((number for number in self._known if number not in needed), None)
 
     def place(self, slot: int, number: int) -> None:
         self.attached.place(slot, self._known[number].adapter)
@@ -62,7 +68,7 @@ class AdapterRegistry:
         return set(self._known)
 
     @property
-    def host_bytes(self) -> int:
+    def nbytes(self) -> int:
         return sum(known.adapter.nbytes for known in self._known.values())
 
 

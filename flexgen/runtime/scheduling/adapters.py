@@ -1,7 +1,7 @@
 """Which adapter lies in which slot of the tables, and who uses it. The scheduler asks before a request enters.
 
 0 is no adapter, and slot 0 none. An adapter that no running request uses keeps its slot until another one needs it, the one
-used longest ago first.
+used longest ago first. A pinned one never does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ class AdapterSlots:
         self._free = list(range(count, 0, -1))
         self._slots: dict[int, int] = {}
         self._users: Counter[int] = Counter()
+        self._count, self.pinned = count, set[int]()
 
     def can_take(self, adapter: int) -> bool:
         """Whether a request with this adapter can run beside those that do."""
@@ -45,6 +46,10 @@ class AdapterSlots:
     def used(self, adapter: int) -> bool:
         return self._users[adapter] > 0
 
+    def can_pin(self, adapter: int) -> bool:
+        """Whether a slot would be left for other adapters."""
+        return len(self.pinned | {adapter}) < self._count
+
     def forget(self, adapter: int) -> None:
         """Free the slot of an adapter that nobody uses: what lies there is no longer it."""
         assert not self.used(adapter)
@@ -52,4 +57,4 @@ class AdapterSlots:
             self._free.append(self._slots.pop(adapter))
 
     def _unused(self) -> int | None:
-        return next((each for each in self._slots if not self._users[each]), None)
+        return next((each for each in self._slots if not self._users[each] and each not in self.pinned), None)
