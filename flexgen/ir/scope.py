@@ -9,7 +9,7 @@ from typing import Literal, cast
 from flexgen.ir.architecture import Dim
 from flexgen.ir.code import Size, number
 from flexgen.ir.problems import Problems
-from flexgen.spec.diagnostics import SpecPath, nearest
+from flexgen.spec.diagnostics import SpecPath, nearest, slips_between
 from flexgen.spec.expressions import Expr, ExpressionError, Name, Number, Or, parse
 
 Want = Literal["int", "float", "bool"]
@@ -218,9 +218,10 @@ class Scope:
         self.problems.add(error.code, error.message, path, help=error.help, within=(error.start, error.end))
 
     def _unknown(self, name: Name, path: SpecPath) -> None:
-        field = str(path[-1])
-        is_akin = field in self.exprs and field in name.dotted.split("_")  # `heads: num_heads` means the dim `heads`
-        near = field if is_akin else nearest(name.dotted, self.exprs)
+        near, field = nearest(name.dotted, self.exprs), str(path[-1])
+        is_slip = near is not None and slips_between(name.dotted, near) <= 2
+        if not is_slip and field in self.exprs and field in name.dotted.split("_"):
+            near = field  # `heads: num_heads` means the dim `heads`
         help = f"did you mean `{near}`?" if near else f"define it in `dims`: `{name.dotted}: CONFIG_FIELD`"
         if name.dotted.lower() in _OLD_BOOLEANS:
             help = f"write `{_OLD_BOOLEANS[name.dotted.lower()]}`"

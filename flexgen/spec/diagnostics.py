@@ -228,7 +228,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     pool = sorted({candidate for candidate in candidates if candidate != name})
     plain = _plain(name)
     limit = min(3, max(1, len(plain) // 3))
-    slips = {candidate: _distance(plain, _plain(candidate)) for candidate in pool}
+    slips = {candidate: slips_between(plain, _plain(candidate)) for candidate in pool}
     near = min(pool, key=lambda candidate: (slips[candidate], candidate), default=None)
     if near is not None and slips[near] <= limit and slips[near] < len(plain):
         return near
@@ -241,7 +241,7 @@ def _plain(name: str) -> str:
     return name[:_COMPARED_LENGTH].casefold().replace("-", "_")
 
 
-def _distance(a: str, b: str) -> int:
+def slips_between(a: str, b: str) -> int:
     """Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours, one each."""
     before: list[int] = []
     previous = list(range(len(b) + 1))

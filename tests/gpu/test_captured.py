@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.loading.model import Model
+from flexgen.runtime.loading.rope import checked_length
 from flexgen.runtime.requests.params import SamplingParams
 from flexgen.runtime.sampling.sampler import Features, finish, finish_on
 from tests.tiny import SPECS, expected, prompt, saved
@@ -37,7 +38,8 @@ def llm(spec):
 
 def engine(folder, **options):
     model = Model.load(folder, dtype="float32", device="cuda")
-    sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "block_size": 16, "num_gpu_blocks_override": 140}
+    longest = min(256, checked_length(model.config) or 256)
+    sizes = {"max_model_len": longest, "max_num_seqs": SIZES[-1], "block_size": 16, "num_gpu_blocks_override": 140}
     return LLM(model, skip_tokenizer_init=True, cudagraph_capture_sizes=SIZES, **sizes, **options)
 
 
@@ -111,7 +113,7 @@ def test_a_replay_equals_the_code_run_directly_bit_for_bit(llm, batch):
 
         assert torch.equal(replay(), direct)
         last_S, length_S = step.tables.last_S, step.tables.length_S
-        last_S[0], length_S[0] = step.model.dims.vocab - 1, 256
+        last_S[0], length_S[0] = step.model.dims.vocab - 1, llm.llm_engine.options.max_model_len
         assert torch.equal(replay()[:batch], direct[:batch]), "padding rows of the largest ids and positions"
         poison(step)
         assert torch.equal(replay()[:batch], direct[:batch]), "NaN in the pad page and the pad slot"
