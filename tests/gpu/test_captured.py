@@ -143,7 +143,7 @@ def test_two_hundred_steps_neither_recompile_nor_wait_nor_grow(llm):
             core.step()
             steps += 1
         torch.cuda.set_sync_debug_mode("default")
-    assert steps >= 190
+    assert steps >= min(190, core.options.max_model_len - max(LENGTHS) - 10)  # a short model ends answers early
     assert counters["stats"]["unique_graphs"] == compiled
     assert torch.cuda.memory_allocated() <= allocated
 
