@@ -99,6 +99,16 @@ def check_checkpoint(checkpoint: Checkpoint, rows: Iterable[ir.Row], problems: P
             problems.add("SPEC010", f"`{name}` has no effect: no weight is filled from it", at, help=help)
 
 
+def check_tensors(parts: Iterable[ir.WeightTable], problems: Problems) -> None:
+    """Report a module of the file that two weights of one entry would be filled from."""
+    for table in parts:
+        names = [name for row in table.rows for name in row.tensors if not name.endswith(".bias")]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            message = f"`{name}` is the file's tensor of two weights of `{table.path}`"
+            help = "a module of the file is one weight: name another"
+            problems.add("SPEC025", message, tuple(table.path.split(".")), key=True, help=help)
+
+
 def _check_unique(items: Sequence[str], at: SpecPath, problems: Problems) -> None:
     first: dict[str, int] = {}
     for index, name in enumerate(items):

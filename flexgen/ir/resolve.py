@@ -9,7 +9,7 @@ from flexgen.ir import architecture as ir
 from flexgen.ir.attention import rope_field
 from flexgen.ir.block import layer_input, layers
 from flexgen.ir.code import Size, dim
-from flexgen.ir.idle import check_checkpoint
+from flexgen.ir.idle import check_checkpoint, check_tensors
 from flexgen.ir.imports import imports
 from flexgen.ir.names import check_generated_names, check_names
 from flexgen.ir.parts import Parts
@@ -199,6 +199,7 @@ class _Resolver:
 
     def _tables(self, block_tables: tuple[ir.WeightTable, ...], model_rows: tuple[ir.Row, ...]) -> list[ir.WeightTable]:
         parts = [part.table for section in ("attention", "gdn", "mlp", "moe") for part in self.parts.built(section)]
+        check_tensors(parts, self.problems)
         tables = [
             ir.WeightTable("model_weights", model_rows, "embedding, head"),
             *block_tables,

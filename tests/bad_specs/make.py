@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "number_of_heads": ("llama", "full: {heads: heads", "full: {heads: num_heads"),
     "dim_read_too_early": ("llama", "  heads: num_attention_heads", "  heads: num_attention_heads * kv_heads"),
     "weight_of_two_norms": ("llama", "weight: post_attention_layernorm", "weight: input_layernorm"),
+    "module_of_two_projections": ("llama", "rope: rope, bias: attention_bias", "rope: rope, bias: attention_bias, q: self_attn.k_proj"),
     "misspelt_layout": ("qwen3_moe", "{stacked: mlp.experts.gate_up_proj", "{stackd: mlp.experts.gate_up_proj"),
     "misspelt_step": ("llama", "weight: input_layernorm", "wieght: input_layernorm"),
     "branch_without_list": ("llama", "add: [{norm: rms, weight: input_layernorm}, attention]", "add: attention"),

@@ -34,7 +34,7 @@ qwen3 qwen3_5 qwen3_5_moe qwen3_moe smollm3 starcoder2
 
 
 def test_shipped_specs():
-    assert SHIPPED.split() == SPECS
+    assert set(SHIPPED.split()) <= set(SPECS), "a spec that was shipped is gone"
 
 
 @pytest.mark.parametrize("name", SPECS)
