@@ -34,9 +34,10 @@ def test_what_is_rounded_otherwise_is_what_the_spec_says(spec):
     assert "transformers" in load_spec(root("specs") / f"{spec}.yaml").model.attention["full"].why
 
 
-def test_without_biases_falcon_rounds_where_transformers_does(tmp_path):
-    save(reference(tiny_config("falcon", bias=False)), tmp_path)
-    report = verify("falcon", tmp_path, dtype="bfloat16")
+@pytest.mark.parametrize("spec", ["falcon", "falcon_new"])
+def test_without_biases_these_round_where_transformers_does(spec, tmp_path):
+    save(reference(tiny_config(spec, bias=False)), tmp_path)
+    report = verify(spec, tmp_path, dtype="bfloat16")
     assert report.ok, report.to_text()
 
 

@@ -82,7 +82,12 @@ def rms_norm_one_plus(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm (Ba et al. 2016, arXiv:1607.06450) in fp32, cast once at the end. Each of gain and bias may be None."""
+    """Layer norm (Ba et al. 2016, arXiv:1607.06450) in fp32, cast once at the end. Each of gain and bias may be None.
+
+    With a bias it is torch's own function, whose fp32 sums have an order of their own; without one it is in the order of Cohere's.
+    """
+    if bias is not None and gain is not None and gain.ndim == 1 and gain.dtype == bias.dtype == x.dtype:
+        return F.layer_norm(x, gain.shape, gain, bias, eps)
     h = x.float()
     h = h - h.mean(-1, keepdim=True)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers.activations import ACT2FN
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -131,3 +132,16 @@ def test_queries_are_scaled_in_fp32_or_by_a_rounded_factor():
     assert torch.equal(wide, (q_TNH * factor_T11).bfloat16())
     narrow = ops.scale_queries(q_TNH, positions_T, 0.1, 4, 1)
     assert torch.equal(narrow, q_TNH * factor_T11.bfloat16()) and not torch.equal(narrow, wide)
+
+
+def test_layer_norm_rounds_as_each_kind_of_module_does():
+    """Two orders of the same fp32 sums differ in one element of thirty thousand."""
+    x_TD = torch.randn(20000, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gain, bias = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    biased, plain = torch.nn.LayerNorm(64).bfloat16(), Cohere2LayerNorm(64, eps=1e-5).bfloat16()
+    with torch.no_grad():
+        biased.weight.copy_(gain)
+        biased.bias.copy_(bias)
+        plain.weight.copy_(gain)
+        assert torch.equal(ops.layer_norm(x_TD, gain, bias, 1e-5), biased(x_TD))
+        assert torch.equal(ops.layer_norm(x_TD, gain, None, 1e-5), plain(x_TD))
