@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -85,5 +86,5 @@ def test_the_first_hour(home):
     done = subprocess.run([installed / "bin" / "python", "-c", CODE], cwd=work, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     served, answer = done.stdout.splitlines()
-    assert Path(served) == (work / "generated" / "mine").resolve() and len(eval(answer)) == 4
+    assert Path(served) == (work / "generated" / "mine").resolve() and len(json.loads(answer)) == 4
     assert files(installed) == before

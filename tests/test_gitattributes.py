@@ -39,7 +39,7 @@ def test_one_architecture_is_shown_and_the_others_are_collapsed(project):
 
 
 def test_what_people_write_is_merged_and_shown(project):
-    found = attributes(project, "specs/llama.yaml", "templates/walker.py.j2", "flexgen/cli.py", "README.md")
+    found = attributes(project, "specs/llama.yaml", "templates/walker.py.j2", "flexgen/cli/__init__.py", "README.md")
     assert len(found) == 4
     assert all(row == {"linguist-generated": "unspecified", "merge": "unspecified", "eol": "lf"} for row in found.values())
 

@@ -93,7 +93,7 @@ SCRIPTS = {
         RESULT = [len(tokens) for tokens in asyncio.run(main())]
     """,
 }  # fmt: skip
-RESULTS = {"offline": [16] * 3, "chat": (0.7, 11), "engine_args": [4, 4, 3], "beams": None, "structured": ["age"], "async": [6] * 3}
+RESULTS = {"chat": (0.7, 11), "engine_args": [4, 4, 3], "structured": ["age"], "async": [6] * 3}
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,12 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit, own: bool = Tru
         types = spec.model.checkpoint.model_types if found.serves else given.model_types
         rename(text, spec, name, types)
         _nest(text, spec, given)
-        if own:
-            _take(text, spec, given, adopted)
-        mark_decisions(text, spec)
         head = [f"# Drafted by `flexgen new {name} --config {given.path.name}` from {spec.path}, the nearest family."]
+        if own:
+            head += _take(text, spec, given, adopted)
+        else:
+            head.append(f"{MARK} `defaults` and `tiny` are those of {spec.path}: with the config's own values this is no spec")
+        mark_decisions(text, spec)
     head += _section("config.json states:", _stated(given, found))
     unsupported = []
     for path, value in found.unread.items():
@@ -57,8 +59,8 @@ def from_config(spec: Spec, name: str, given: Given, found: Fit, own: bool = Tru
     return finished(text, head, tuple(unsupported))
 
 
-def _take(text: Text, spec: Spec, given: Given, adopted: set[str]) -> None:
-    """Defaults of the config's class, and its own values in `tiny`."""
+def _take(text: Text, spec: Spec, given: Given, adopted: set[str]) -> list[str]:
+    """Write defaults of the config's class, and its own values in `tiny`. -> what a person must look at instead."""
     filled = class_defaults(spec, given.model_types[0])
     if filled and not adopted:  # fields under another name are renamed where they stand
         if "defaults" in spec.document.data["checkpoint"]:
@@ -67,6 +69,9 @@ def _take(text: Text, spec: Spec, given: Given, adopted: set[str]) -> None:
             text.insert(("checkpoint", "model_types"), f"defaults: {flow(filled)}")
     for field, value in small(spec, given).items():
         text.replace(("tiny", field), flow(value))
+    if filled:
+        return []
+    return [f"{MARK} `defaults` are those of {spec.path}: transformers has no config class for {given.model_types[0]} that gives any"]
 
 
 def _nest(text: Text, spec: Spec, given: Given) -> None:

@@ -16,13 +16,14 @@ def class_defaults(spec: Spec, model_type: str) -> dict[str, Any] | None:
     What the class lacks, or the spec's fences rule out, stays as it is: the draft is marked there. None where transformers has
     no such class, or one that cannot be made without values.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING  # seconds of import that other drafts do not pay
 
     if model_type not in CONFIG_MAPPING:
         return None
     try:
         filled = normalise(CONFIG_MAPPING[model_type]().to_dict(), None)
-    except Exception:  # each class checks its values in its own way, and some have none to begin with
+    except (ValueError, StrictDataclassError):  # a class that has no values to begin with
         return None
     checkpoint = spec.model.checkpoint
     named = {*checkpoint.defaults, *checkpoint.require}

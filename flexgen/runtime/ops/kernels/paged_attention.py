@@ -118,7 +118,7 @@ def _attend_kernel(  # noqa: ANN202
         best, total, sums = fold_tiles(
             best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, first_tile, full_from, begin, stop,
             position, scale, page_p, page_s, page_k, slope_m, WIDTH, PAGE, WINDOW, CHUNK, ALIBI, SOFTCAP, BLOCK_N, BLOCK_H,
-        MASKED=True,
+            MASKED=True,
         )  # fmt: skip
     best, total, sums = fold_tiles(
         best, total, sums, q_mh, k_pages, v_pages, table + row * table_r, kv_head, full_from, full_to, begin, stop,
