@@ -22,9 +22,10 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
     uses_torch = "torch." in routing
     own = {name for name in ("gelu_new", "quick_gelu", "relu2", "xielu") if name in activations}
     uses_torch = uses_torch or "sigmoid" in activations or any(mlp.out_gate for mlp in arch.mlps)
+    uses_functional = activations & {"silu", "gelu", "gelu_tanh", "relu"} or any(s.op == "positions" for s in statements)
     norms = {s.norm.function for s in statements if s.norm} | {arch.head.norm.function}
     norms |= {mlp.inner_norm.function for mlp in arch.mlps if mlp.inner_norm}
-    ops = {"project"} | own | norms | ({"softcap"} if arch.head.softcap else set())
+    ops = {"embed", "project"} | own | norms | ({"softcap"} if arch.head.softcap else set())
     ops |= {"rounded"} if any(str(s.value or "").startswith("rounded(") for s in statements) else set()
     routed = {"experts"} | {name for name in ("top_k", "renormalise", "keep_groups", "sparsemixer") if f"{name}(" in routing}
     checks = (["check_groups"] if arch.groupings else []) + (["check_heads"] if arch.divisions else [])
@@ -34,7 +35,7 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
         "from collections.abc import Callable",
         "",
         *(["import torch"] if uses_torch else []),
-        "import torch.nn.functional as F",
+        *(["import torch.nn.functional as F"] if uses_functional else []),
         "from torch import Tensor",
         "",
         "from flexgen.contract import layer_kinds as schedule, weights",

@@ -194,6 +194,10 @@ class AsyncEngine:
         """`LLM.load_weights` between two steps; what runs is answered, or aborted, to those who await it."""
         return await self._on_thread(lambda: self._between(on_running, lambda how: self._llm.load_weights(source, how)))
 
+    async def receive_weights(self, source: int, group: Any = None, on_running: str = "wait") -> Update:
+        """`LLM.receive_weights` between two steps. Requests wait until the sender is done."""
+        return await self._on_thread(lambda: self._between(on_running, lambda how: self._llm.receive_weights(source, group, how)))
+
     async def reload_weights(self, on_running: str = "wait") -> Update:
         return await self._on_thread(lambda: self._between(on_running, self._llm.reload_weights))
 

@@ -86,7 +86,7 @@ class LayerRun:
     def _embedding_line(self) -> Place:
         file = Path(str(self.model.package.walker.__file__))
         lines = file.read_text().splitlines()
-        return Place(file, next(n for n, text in enumerate(lines, 1) if "x_TD = F.embedding(" in text))
+        return Place(file, next(n for n, text in enumerate(lines, 1) if "x_TD = embed(" in text))
 
     def _check(self, difference: float, what: str, place: Place | None) -> None:
         if difference > self.tolerance:

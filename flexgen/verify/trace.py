@@ -224,7 +224,7 @@ def _role(node: ast.expr) -> str | None:
 
 def _is_scaled_embedding(call: ast.Call) -> bool:
     """The reference's embedding module scales its rows; generated code does so outside of the call."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "embedding"
+    return ast.unparse(call.func) in ("embed", "F.embedding")
 
 
 def _root_name(expression: ast.expr) -> str | None:

@@ -18,7 +18,7 @@ from flexgen.contract.abi import Layer, Step
 from flexgen.contract.heads import check_heads
 from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.runtime.ops.elementwise import layer_norm, project
+from flexgen.runtime.ops.elementwise import embed, layer_norm, project
 
 from .attention import full_attention, full_weights
 
@@ -124,7 +124,7 @@ class Walker:
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
         w, dims = self.weights, self.dims
-        x_TD = F.embedding(ids_T, w.word_embeddings)
+        x_TD = embed(ids_T, w.word_embeddings)
         for layer, run in zip(self.layers, self.run):
             x_TD = run(layer, x_TD, dims, step)
         return layer_norm(x_TD, w.ln_f, w.ln_f_bias, dims.eps)

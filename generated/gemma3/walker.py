@@ -19,7 +19,7 @@ from flexgen.contract.abi import Layer, Step
 from flexgen.contract.heads import check_heads
 from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.runtime.ops.elementwise import project, rms_norm_one_plus, rounded, softcap
+from flexgen.runtime.ops.elementwise import embed, project, rms_norm_one_plus, rounded, softcap
 
 from .attention import full_attention, full_weights, sliding_attention, sliding_weights
 
@@ -145,7 +145,7 @@ class Walker:
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
         w, dims = self.weights, self.dims
-        x_TD = F.embedding(ids_T, w.embed_tokens) * rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)
+        x_TD = embed(ids_T, w.embed_tokens) * rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)
         for layer, run in zip(self.layers, self.run):
             x_TD = run(layer, x_TD, dims, step)
         return rms_norm_one_plus(x_TD, w.norm, dims.eps)

@@ -19,7 +19,7 @@ from flexgen.contract.abi import Layer, Step
 from flexgen.contract.heads import check_heads
 from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.runtime.ops.elementwise import project, rms_norm, rounded, softcap
+from flexgen.runtime.ops.elementwise import embed, project, rms_norm, rounded, softcap
 
 from .attention import (
     full_attention, full_shared_attention, full_shared_weights, full_weights,
@@ -207,12 +207,12 @@ class Walker:
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
         w, dims = self.weights, self.dims
-        x_TD = F.embedding(ids_T, w.embed_tokens) * rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)
+        x_TD = embed(ids_T, w.embed_tokens) * rounded(math.sqrt(dims.hidden), w.embed_tokens.dtype)
         # spec: layer_inputs.per_layer
         per_layer_model_projection_TLI = project(x_TD, w.per_layer_model_projection).unflatten(-1, (dims.layers, dims.input_size))
         per_layer_model_projection_TLI = per_layer_model_projection_TLI * (1 / math.sqrt(dims.hidden))
         per_layer_model_projection_TLI = rms_norm(per_layer_model_projection_TLI, w.per_layer_projection_norm, dims.eps)
-        embed_tokens_per_layer_TLI = F.embedding(ids_T, w.embed_tokens_per_layer).unflatten(-1, (dims.layers, dims.input_size))
+        embed_tokens_per_layer_TLI = embed(ids_T, w.embed_tokens_per_layer).unflatten(-1, (dims.layers, dims.input_size))
         embed_tokens_per_layer_TLI = embed_tokens_per_layer_TLI * rounded(math.sqrt(dims.input_size), w.embed_tokens_per_layer.dtype)
         per_layer_TLI = per_layer_model_projection_TLI + embed_tokens_per_layer_TLI
         per_layer_TLI = per_layer_TLI * (1 / math.sqrt(2))

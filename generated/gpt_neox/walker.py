@@ -17,7 +17,7 @@ from flexgen.contract import layer_kinds as schedule, weights
 from flexgen.contract.abi import Layer, Step
 from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.runtime.ops.elementwise import layer_norm, project
+from flexgen.runtime.ops.elementwise import embed, layer_norm, project
 
 from .attention import full_attention, full_weights
 
@@ -118,7 +118,7 @@ class Walker:
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
         w, dims = self.weights, self.dims
-        x_TD = F.embedding(ids_T, w.embed_in)
+        x_TD = embed(ids_T, w.embed_in)
         for layer, run in zip(self.layers, self.run):
             x_TD = run(layer, x_TD, dims, step)
         return layer_norm(x_TD, w.final_layer_norm, w.final_layer_norm_bias, dims.eps)

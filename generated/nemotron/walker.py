@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen.contract import layer_kinds as schedule, weights
@@ -18,7 +17,7 @@ from flexgen.contract.abi import Layer, Step
 from flexgen.contract.heads import check_heads
 from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
-from flexgen.runtime.ops.elementwise import layer_norm_one_plus, project, relu2
+from flexgen.runtime.ops.elementwise import embed, layer_norm_one_plus, project, relu2
 
 from .attention import full_attention, full_weights
 
@@ -123,7 +122,7 @@ class Walker:
     def forward(self, ids_T: Tensor, step: Step) -> Tensor:
         """Token ids (T,) to hidden states (T, D) after the final norm; writes K/V pages and state."""
         w, dims = self.weights, self.dims
-        x_TD = F.embedding(ids_T, w.embed_tokens)
+        x_TD = embed(ids_T, w.embed_tokens)
         for layer, run in zip(self.layers, self.run):
             x_TD = run(layer, x_TD, dims, step)
         return layer_norm_one_plus(x_TD, w.norm, w.norm_bias, dims.eps)

@@ -7,7 +7,13 @@ from flexgen.runtime.llm import LLM
 from flexgen.runtime.loading.model import Model
 from flexgen.runtime.requests.params import LoRARequest, SamplingParams
 from tests.runtime.loading.adapters import wrapped
+from tests.runtime.loading.test_handles import takes_a_trainers_weights
 from tests.tiny import expected, prompt, saved
+
+
+def test_a_trainers_weights_come_by_cuda_ipc(tmp_path):
+    takes_a_trainers_weights(tmp_path / "base", "cuda")
+
 
 SPECS = ["llama", "qwen3_moe", "gpt_oss", "gemma4_moe"]
 TOKENS = prompt(24)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from runtime.loading.adapters import wrapped
 from runtime.loading.test_adapters import TOLERANCE
-from tiny import expected, prompt, saved
+from tiny import expected, prompt, reference, saved, tiny_config
+from torch import nn
 
 from flexgen import LLM, AsyncEngine, LoRARequest, SamplingParams
 from flexgen.runtime.execution.regional import compile_layers
@@ -48,6 +49,51 @@ def test_attached_adapters_compute_what_peft_computes(spec):
     room.place(1, room.read(only))
     for key, (_, adapted) in room.weights.items():
         assert bool(adapted.b[0].any()) == (key[1] == "o")
+
+
+ENDS = [("llama", False), ("llama", True), ("gemma4_e", True), ("gpt2", True)]
+
+
+@pytest.mark.parametrize(("spec", "tied"), ENDS)
+def test_the_embedding_and_the_head_may_have_room_too(spec, tied):
+    """Tied or not: an adapter of one side leaves the other side as it is, as PEFT does. Tokens of none beside it are the base's."""
+    make = lambda: reference(tiny_config(spec, tie_word_embeddings=tied))
+    named = [(name.rpartition(".")[2], module) for name, module in make().named_modules()]
+    embeddings = [name for name, module in named if isinstance(module, nn.Embedding) and name != "wpe"]
+    for ends in (embeddings, ["lm_head"], [*embeddings, "lm_head"]):
+        peft = wrapped(spec, model=make(), target_modules=ends)
+        wanted = expected(peft, TOKENS)
+        model = share(peft).model
+        plain = logits(model)
+        room = Attached(model, 2, 6, 64, ends)
+        room.place(2, room.read(peft))
+        assert torch.equal(logits(model), plain)
+        room.slots_T.fill_(2)
+        room.slots_R.fill_(2)
+        assert (logits(model) - wanted).abs().max() / wanted.abs().max() < 1e-5
+        assert (wanted - plain).abs().max() > 1e-2
+
+
+def test_requests_bring_adapters_of_the_embedding_and_the_head(tmp_path):
+    """In one batch with none, prompt logprobs included: each as alone on merged weights."""
+    _, folder = saved("llama")
+    ends = ["q_proj", "embed_tokens", "lm_head"]
+    loras = [None, *(LoRARequest(str(n), n, lora_model=wrapped("llama", seed=0, r=n + 1, target_modules=ends)) for n in (1, 2))]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    llm = LLM(folder, skip_tokenizer_init=True, **SIZES, **ROOM, lora_target_modules=ends)
+    merged = LLM(folder, skip_tokenizer_init=True, **SIZES)
+    got = llm.generate([TOKENS] * 3, params, use_tqdm=False, lora_request=loras)
+    scores = lambda output: torch.tensor([each[token].logprob for each, token in zip(output.prompt_logprobs[1:], TOKENS[1:])])
+    for lora, output in zip(loras, got):
+        if lora is not None:
+            merged.load_adapter(lora.source)
+        (wanted,) = merged.generate([TOKENS], params, use_tqdm=False)
+        assert answers([output]) == answers([wanted])
+        torch.testing.assert_close(logprobs(output), logprobs(wanted), atol=2e-5, rtol=0)
+        torch.testing.assert_close(scores(output), scores(wanted), atol=2e-5, rtol=0)
+        if lora is not None:
+            merged.unload_adapter()
+    assert len({tuple(logprobs(output).tolist()) for output in got}) == 3
 
 
 @pytest.mark.parametrize("spec", ["llama", "qwen3_moe"])

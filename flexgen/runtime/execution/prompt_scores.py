@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+import torch
 from torch import Tensor
 
 from flexgen.runtime.execution.step import DeviceStep
@@ -51,12 +52,13 @@ def score_prompts(step: DeviceStep, rows: Sequence[Row], hidden_TD: Tensor) -> l
             stop = min(start + _SCORED_ROWS, count)
             position = row.start + start + 1
             following = upload(request.prompt[position : position + stop - start], step.device)
-            scored = _score(step, hidden_TD[first + start : first + stop], following, request.params.prompt_logprobs)
+            slots = torch.full_like(following, request.slot)
+            logits = step.logits(hidden_TD[first + start : first + stop], slots)
+            scored = _score(step, logits.float(), following, request.params.prompt_logprobs)
             scores.append(PromptScores(request, position, scored.download()))
     return scores
 
 
-def _score(step: DeviceStep, hidden_RD: Tensor, following_R: Tensor, top: int) -> Sampled:
-    logits_RV = step.model.logits(hidden_RD).float()
+def _score(step: DeviceStep, logits_RV: Tensor, following_R: Tensor, top: int) -> Sampled:
     logits_RV[:, step.real_vocab :] = NEVER
     return describe(logits_RV.log_softmax(-1), following_R, step.model.dims.vocab if top == -1 else top)

@@ -102,7 +102,7 @@ class Runner:
             if not flight.requests:
                 return
             slots_R = upload([request.slot for request in flight.requests], self.step.device)
-            logits_RV = self.step.model.logits(hidden_TD[upload(last, self.step.device)])
+            logits_RV = self.step.logits(hidden_TD[upload(last, self.step.device)], slots_R)
         flight.values = self.step.draw(logits_RV, slots_R, features, flight.requests).download()
 
     def _routes(self, rows: Sequence[Row]) -> Routes | None:

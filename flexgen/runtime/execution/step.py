@@ -67,23 +67,25 @@ class DeviceStep:
     def decode_logits(self, slots_R: Tensor) -> Tensor:
         """Logits (R, V) after the last token of each slot; writes that token's K/V or state. A function of the slots."""
         ids_R, positions_R, rows_R, starts_R, lengths_R = self.tables.rows(slots_R)
-        self._adapt(slots_R)
+        if self.adapters is not None:
+            self._adapt(self.adapters.slots_T, slots_R)
         pages: dict[str, PageStep] = {}
         for index, group in enumerate(self.cache.groups):
             table_RB, places_R = self.tables.places(slots_R, index, self.cache.block_size)
             pages |= self._pages(group, places_R, table_RB, lengths_R)
         step = Step(positions_R, rows_R, starts_R, lengths_R, pages, slots_R if self.recurrent else None)
-        return self.model.logits(self.model.forward(ids_R, self.mark(step)))
+        return self.logits(self.model.forward(ids_R, self.mark(step)), slots_R)
 
     def packed_logits(self, packed: Packed) -> Tensor:
         """Logits (R, V) after the last tokens of a step with prompts."""
-        return self.model.logits(self.packed_hidden(packed)[packed.last_R])
+        return self.logits(self.packed_hidden(packed)[packed.last_R], packed.slots_R)
 
     def packed_hidden(self, packed: Packed) -> Tensor:
         """Hidden states (T, D) of a step with prompts; writes its K/V and state."""
         slots_R, rows_T = packed.slots_R.clone(), packed.rows_T.int()
         ids_T = torch.where(packed.ids_T == LAST, self.tables.last_S[slots_R][rows_T], packed.ids_T)
-        self._adapt(slots_R[rows_T])
+        if self.adapters is not None:
+            self._adapt(self.adapters.slots_T, slots_R[rows_T])
         starts_R, lengths_R = packed.starts_R.int(), packed.lengths_R.int()
         size = self.cache.block_size
         pages: dict[str, PageStep] = {}
@@ -96,10 +98,16 @@ class DeviceStep:
         step = Step(packed.positions_T.clone(), rows_T, starts_R, lengths_R, pages, state_R)
         return self.model.forward(ids_T, self.mark(step))
 
-    def _adapt(self, slots_T: Tensor) -> None:
-        """Tell the weights where the adapter of each token lies."""
-        if self.adapters is not None and self.tables.adapter_S is not None:
-            self.adapters.slots_T[: len(slots_T)].copy_(self.tables.adapter_S[slots_T])
+    def logits(self, hidden_RD: Tensor, slots_R: Tensor) -> Tensor:
+        """Hidden states of rows (R, D), and whose they are, to logits (R, V)."""
+        if self.adapters is not None:
+            self._adapt(self.adapters.slots_R, slots_R)
+        return self.model.logits(hidden_RD)
+
+    def _adapt(self, adapters_T: Tensor, slots_T: Tensor) -> None:
+        """Tell the weights where the adapter of each token, or row of logits, lies."""
+        assert self.tables.adapter_S is not None
+        adapters_T[: len(slots_T)].copy_(self.tables.adapter_S[slots_T])
 
     def _pages(self, group: PageGroup, places_T: Tensor, table_RB: Tensor, lengths_R: Tensor) -> dict[str, PageStep]:
         """A page group's part of a step, for each attention that uses it."""

@@ -40,12 +40,16 @@ class KeptAdapter:
 
 
 class Attached:
-    """The tables of one model: `slots` adapters of at most `rank`. `targets`: last parts of the modules that have room; None: all."""
+    """The tables of one model: `slots` adapters of at most `rank`.
+
+    slots_T, slots_R  the slot of each token, and of each row of logits; a step writes them
+    targets           last parts of the modules that have room; None: all linear ones and experts of the layers
+    """
 
     def __init__(self, model: Model, slots: int, rank: int, tokens: int, targets: Sequence[str] | None = None) -> None:
         self.model, self.rank = model, rank
         self.reader = Reader(model, move=False)
-        self.slots_T = torch.zeros(tokens, dtype=torch.int64, device=model.device)
+        self.slots_T, self.slots_R = torch.zeros((2, tokens), dtype=torch.int64, device=model.device)
         self.weights: dict[Key, tuple[Weight, Adapted]] = {}
         for index, layer, weight in _served(model, targets):
             adapted = self._room(model.read(layer, weight.role), weight, slots)
@@ -62,10 +66,11 @@ class Attached:
             out, into = (second, first) if row.transposed else (first, second)
             a, b = (weight.new_zeros((slots, count, *shape)) for shape in ((self.rank, into), (out, self.rank)))
             return Adapted(weight, a, b, self.slots_T, (out,))
+        slots_M = self.slots_R if row.kind == "head" else self.slots_T
         out, into = weight.shape
         a = weight.new_zeros((slots, len(row.parts) * self.rank, into))
         b = weight.new_zeros((slots, out, self.rank))
-        return Adapted(weight, a, b, self.slots_T, tuple(part.rows for part in row.parts))
+        return Adapted(weight, a, b, slots_M, tuple(part.rows for part in row.parts))
 
     @property
     def nbytes(self) -> int:
@@ -115,14 +120,13 @@ class Attached:
 
 
 def _served(model: Model, targets: Sequence[str] | None) -> list[tuple[int | None, Layer, Weight]]:
-    """Weights that get room: linear ones and experts. The embedding and the head are merged or refused."""
+    """Weights that get room: linear ones and experts; the embedding and the head, which are large, where they are named."""
     places = [(None, model.weights, "model"), *zip(range(len(model.layers)), model.layers, model.dims.kinds)]
     found = [
         (index, layer, weight)
         for index, layer, kind in places
         for weight in model.table(kind)
-        if weight.present and weight.kind in ("linear", "experts") and weight.role in model.package.merge.MERGES
-        and (targets is None or any(_named(module, targets) for module in weight.modules))
+        if weight.present and weight.role in model.package.merge.MERGES and _wanted(weight, targets)
     ]  # fmt: skip
     roles = {(index, weight.role) for index, _, weight in found if weight.kind == "experts"}
     return [*found, *((i, layer, w) for i, layer, w in _other_experts(model, roles))]
@@ -137,6 +141,12 @@ def _other_experts(model: Model, roles: set[tuple[int | None, str]]) -> list[tup
         for weight in model.table(kind)
         if index in layers and weight.present and weight.kind == "experts" and (index, weight.role) not in roles
     ]
+
+
+def _wanted(weight: Weight, targets: Sequence[str] | None) -> bool:
+    if targets is None:
+        return weight.kind in ("linear", "experts")
+    return any(_named(module, targets) for module in weight.modules)
 
 
 def _named(module: str, targets: Sequence[str]) -> bool:

@@ -191,7 +191,7 @@ class Model:
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the weights, each storage once, and of what is derived of them."""
         stored = sum(self.stored(layer, weight).nbytes for layer, weight, _ in self.storages())
-        heads = [getattr(self.weights, weight.role) for weight in self.table("model") if weight.kind == "head"]
+        heads = [self.read(self.weights, weight.role) for weight in self.table("model") if weight.kind == "head"]
         derived = 0 if self._stored_head is None else sum(head.nbytes for head in heads)
         return stored, derived
 
@@ -234,7 +234,7 @@ class Model:
         if self._stored_head is not None:  # what is multiplied is a copy of another dtype
             (head,) = (weight.role for weight in self.table("model") if weight.kind == "head")
             with torch.no_grad():
-                getattr(self.weights, head).copy_(self._stored_head)
+                self.read(self.weights, head).copy_(self._stored_head)
         if self.follow is not None:
             self.follow()
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexgen.runtime.loading.updates import Entry, UpdateError, unreadable
+from flexgen.runtime.loading.updates import Entry, UpdateError, distinct
 
 BUCKET_BYTES = 2**28
 """Most bytes that travel in one broadcast, unless a tensor alone has more."""
@@ -61,12 +61,7 @@ def send_weights(
 
     A tied pair is one tensor, and is sent once. Raises UpdateError for what the engine does not take, and then nothing has been sent.
     """
-    given: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
-    for name, tensor in weights:
-        if problem := unreadable(tensor):
-            raise UpdateError(f"{name} {problem}")
-        given.setdefault((tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype), (name, tensor))
-    pairs = list(given.values())
+    pairs = distinct(weights)
     headers = [Header(name, tuple(tensor.shape), tensor.dtype) for name, tensor in pairs]
     dist.broadcast_object_list([headers, bucket_bytes], src=source, group=group)
     answer: list[str | None] = [None]

@@ -341,6 +341,16 @@ def unreadable(tensor: Tensor) -> str | None:
     return None
 
 
+def distinct(weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Pairs to be sent, a tied pair once, under the name that comes first. Raises UpdateError for what has no numbers here."""
+    given: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+    for name, tensor in weights:
+        if problem := unreadable(tensor):
+            raise UpdateError(f"{name} {problem}")
+        given.setdefault((tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype), (name, tensor))
+    return list(given.values())
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 

@@ -40,6 +40,13 @@ def project(x_TD: Tensor, weight_OD: Tensor | Adapted, bias_O: Tensor | None = N
     return torch.ops.flexgen.linear(x_TD, weight_OD, bias_O) if x_TD.is_cuda else F.linear(x_TD, weight_OD, bias_O)
 
 
+def embed(ids_T: Tensor, weight_VD: Tensor | Adapted) -> Tensor:
+    """The row of each id, (T, D), and what each token's adapter adds."""
+    if isinstance(weight_VD, Adapted):
+        return F.embedding(ids_T, weight_VD.weight) + weight_VD.delta_of_ids(ids_T)
+    return F.embedding(ids_T, weight_VD)
+
+
 def _linear_cuda(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     from flexgen.runtime.ops.kernels import linear  # Triton is there where CUDA is
 

@@ -29,7 +29,7 @@ class Adapted:
 
     weight   (O, I), or (E, ...) of experts
     a, b     (S, P R, I) and (S, O, R), a slot each, with the adapter's scale in b; of experts (S, E, R, I) and (S, E, O, R)
-    slots_T  the slot of each token of the step, 1 to S, or 0 for none; at least as long as any step
+    slots_T  the slot of each token of the step, of the head each row of logits, 1 to S, or 0 for none; at least as long as any step
     rows     how many of the O rows belong to each part
     """
 
@@ -40,6 +40,11 @@ class Adapted:
     rows: tuple[int, ...]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the weight and the tables."""
+        return self.weight.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
         return self.a.nbytes + self.b.nbytes
@@ -47,6 +52,13 @@ class Adapted:
     def delta(self, x_TI: Tensor) -> Tensor:
         """What the updates of each token add to its row, (T, O)."""
         return lora(x_TI, self.a, self.b, self.slots_T[: x_TI.shape[0]] - 1, self.rows)
+
+    def delta_of_ids(self, ids_T: Tensor) -> Tensor:
+        """What the updates of each token add to the row of its id, (T, I)."""
+        slots_T = self.slots_T[: len(ids_T)]
+        own_TS = slots_T[:, None] == torch.arange(1, len(self.a) + 1, device=ids_T.device)
+        h_TR = self.b[(slots_T - 1).clamp(min=0), ids_T]
+        return (own_TS[:, :, None] * h_TR[:, None]).flatten(1) @ self.a.flatten(0, 1)
 
 
 def lora(x_TI: Tensor, a_NQI: Tensor, b_NOR: Tensor, index_M: Tensor, rows: Sequence[int], choices: int = 1) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny import expected, prompt, reference, tiny_config
 
+from flexgen.runtime.async_engine import AsyncEngine
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.loading.remote import Header, buckets, send_weights
 from flexgen.runtime.loading.updates import UpdateError
@@ -34,7 +37,8 @@ def trainer(rank, store, folder):
         assert "took none of 2 tensors: model.norm.wait is no weight" in str(error), error
     else:
         raise AssertionError("an unknown name was sent")
-    assert send_weights([("model.norm.weight", torch.ones(64))], source=0, engine=1) == 1
+    for _ in range(2):
+        assert send_weights([("model.norm.weight", torch.ones(64))], source=0, engine=1) == 1
     dist.barrier()
     dist.destroy_process_group()
 
@@ -58,6 +62,9 @@ def engine(rank, store, folder):
     assert model.weight_version == 1 and not model.missing_weights
     assert llm.receive_weights(0).counts == {"norm": 1} and bool((model.weights.norm == 1).all())
     assert addresses == [getattr(layer, weight.role).data_ptr() for layer, weight, _ in model.storages()]
+    served = AsyncEngine(folder, skip_tokenizer_init=True, **SIZES)
+    assert asyncio.run(served.receive_weights(0)).counts == {"norm": 1}
+    served.close()
     dist.barrier()
     dist.destroy_process_group()
 
