@@ -65,3 +65,15 @@ def test_graphs_read_the_slots_of_a_mixed_batch(spec):
         none, *others = greedy(llm, 8, loras * 2)[:4]
         assert none == plain and all(map(follows, pefts, others))
     assert llm.llm_engine.runner.graphs.failures == []
+
+
+def test_graphs_read_the_slots_of_the_embedding_and_the_head():
+    torch._dynamo.reset()
+    ends = ["q_proj", "embed_tokens", "lm_head"]
+    pefts = [wrapped("llama", target_modules=ends, r=rank) for rank in (2, 5)]
+    loras = [None, *(LoRARequest(f"adapter {n}", n, lora_model=peft) for n, peft in enumerate(pefts, 1))]
+    llm = engine("llama", enable_lora=True, max_loras=2, max_lora_rank=8, lora_target_modules=ends)
+    plain = greedy(engine("llama"))[0]
+    none, *others = greedy(llm, 6, loras * 2)[:3]
+    assert none == plain and all(map(follows, pefts, others)) and others[0] != plain
+    assert llm.llm_engine.runner.graphs.failures == []
