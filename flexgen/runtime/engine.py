@@ -41,7 +41,7 @@ from flexgen.runtime.served import ServedModel
 
 log = logging.getLogger(__name__)
 
-ON_RUNNING = ("wait", "abort", "raise")
+ON_RUNNING = ("wait", "abort", "pause", "raise")
 """What an update of the weights does to requests that run."""
 
 
@@ -215,7 +215,8 @@ class Engine:
     def load_weights(self, source: Source, on_running: str = "wait") -> Update:
         """Write new weights in place, between two steps. Raises UpdateError for what does not fit.
 
-        on_running: requests that run are finished first ("wait"), aborted ("abort"), or an error ("raise").
+        on_running: requests that run are finished first ("wait"), aborted ("abort"), preempted ("pause": they go on with the new
+        weights, which compute again what they hold), or an error ("raise").
         """
         self._updater = self._updater or Updater(cast(Model, self.model))
         self._settle(on_running)
@@ -281,13 +282,14 @@ class Engine:
         if self.unfinished and on_running == "raise":
             raise FlexgenError(
                 f"{len(self._groups)} answers are running, and weights change only between requests: finish or abort them, "
-                "or say on_running='wait' or 'abort'"
+                "or say on_running='wait', 'abort' or 'pause'"
             )
         if on_running == "abort":
             self.abort_all()
-        while self.unfinished:
+        while self.unfinished and on_running != "pause":
             self.step()
         self._read_flight()
+        self.scheduler.preempt_all()
 
     @_in_turn
     def abort(self, group: RequestGroup, stop_reason: str | None = None) -> None:
@@ -309,6 +311,8 @@ class Engine:
         """
         started, completed = time.perf_counter(), False
         try:
+            if self.model.missing_weights and self.unfinished:
+                raise UpdateError(incomplete(self.model.missing_weights))
             self._expire()
             busy = self._flight is not None
             lock_step = self.scheduler.lock_step

@@ -308,7 +308,8 @@ class LLM:
         """Write new weights in place: pairs of Hugging Face name and tensor, all or some, or a checkpoint's directory.
         -> tensors by role. See docs/weights.md.
 
-        on_running: answers that a stream still grows are finished first ("wait"), aborted ("abort"), or an error ("raise").
+        on_running: answers that a stream still grows are finished first ("wait"), aborted ("abort"), go on with the new weights
+        ("pause"), or are an error ("raise").
         Raises UpdateError or CheckpointError for what does not fit.
         """
         return self.llm_engine.load_weights(source, on_running)

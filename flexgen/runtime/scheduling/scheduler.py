@@ -172,6 +172,11 @@ class Scheduler:
         request.computed += count
         request.length += count == left
 
+    def preempt_all(self) -> None:
+        """Let every running request wait, with the tokens that it has. No step may be in flight."""
+        for request in list(self.running):
+            self._preempt(request)
+
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._evict(request)

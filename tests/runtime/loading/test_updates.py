@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -248,6 +249,43 @@ def test_what_runs_is_finished_aborted_or_an_error(on_running):
     assert last.finished and last.outputs[0].finish_reason == ("abort" if on_running == "abort" else "length")
     assert last.outputs[0].token_ids == before[: len(last.outputs[0].token_ids)]
     assert answer(engine) != before
+
+
+def test_what_is_paused_goes_on_with_the_new_weights():
+    """Tokens so far stay, and the others are those that the new weights give after them."""
+    engine, fresh, trained = llm(), llm(), other("llama")
+    fresh.load_weights(named(trained))
+    params = dataclasses.replace(GREEDY, max_tokens=20, logprobs=1)
+    streams = [engine.stream([TOKENS[:length]], params) for length in (len(TOKENS), 16, 1)]
+    for stream in streams:
+        next(stream)
+    engine.load_weights(named(trained), "pause")
+    paused = {tuple(request.prompt): list(request.outputs) for request in engine.llm_engine.scheduler.waiting}
+    assert len(paused) == 3 and all(0 < len(tokens) < 20 for tokens in paused.values())
+    for prompt_ids, stream in zip(paused, streams, strict=True):
+        kept, end = paused[prompt_ids], list(stream)[-1].outputs[0]
+        after = dataclasses.replace(params, max_tokens=20 - len(kept))
+        (wanted,) = fresh.generate([[*prompt_ids, *kept]], after, use_tqdm=False)
+        assert end.token_ids == kept + wanted.outputs[0].token_ids and len(end.logprobs) == 20
+    assert answer(engine) == answer(fresh)
+
+
+def test_what_is_paused_ends_where_the_update_fails_half_way():
+    engine, trained = llm(), named(other("llama"))
+    stream = engine.stream([TOKENS], GREEDY)
+    next(stream)
+
+    def broken():
+        yield from list(trained.items())[:3]
+        raise RuntimeError("the trainer died")
+
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        engine.load_weights(broken(), "pause")
+    with pytest.raises(UpdateError, match="failed half-way"):
+        list(stream)
+    assert not engine.llm_engine.unfinished
+    engine.load_weights(trained)
+    assert len(answer(engine)) == GREEDY.max_tokens
 
 
 @pytest.mark.parametrize("on_running", ["wait", "abort"])
