@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import dump, expected, prompt, reference, tiny_config
 
 from flexgen.assets import root
@@ -12,6 +13,7 @@ from flexgen.errors import ConfigError
 from flexgen.ir.resolve import resolve
 from flexgen.render.build import write
 from flexgen.render.render import render
+from flexgen.runtime.loading.checkpoint import CheckpointError
 from flexgen.runtime.loading.model import Model
 from flexgen.spec.diagnostics import SpecError
 from flexgen.spec.load import parse_spec
@@ -100,3 +102,45 @@ def test_what_says_where_is_rounded_must_say_something():
     assert "`in_turn` has no effect: the branch ends with no `sum`" in messages(changed("cohere2", no_sum))
     stated = ("{like: rms, gain: none}", "{like: rms, gain: none, cast: after}")
     assert "`cast` has no effect: there is no weight" in messages(changed("llama4", stated))
+
+
+def without(folder, names):
+    """A saved model whose file lacks some tensors."""
+    file = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name not in names}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("letters", ["k", "qv", "qkvo"])
+def test_each_of_q_k_v_and_o_has_a_bias_by_itself(letters, tmp_path):
+    """transformers' Qwen 2 with biases of 0 is one without them."""
+    oracle = reference(tiny_config("qwen2"))
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name.endswith("_proj.bias") and name.rpartition("_proj")[0][-1] not in letters:
+                parameter.zero_()
+    oracle.save_pretrained(tmp_path / "file")
+    without(tmp_path / "file", [name for name, tensor in oracle.state_dict().items() if name.endswith("_proj.bias") and not tensor.any()])
+    if letters == "qkvo":  # Qwen 2 has none of o
+        with pytest.raises(CheckpointError, match=r"self_attn\.o_proj\.bias"):
+            Model.load(tmp_path / "file", dtype="float32", device="cpu", generated=built(changed("qwen2", (", o_bias: false", "")), tmp_path / "qwen2"))
+        return
+    own = "".join(f", {letter}_bias: true" for letter in letters)
+    package = built(changed("qwen2", ("bias: true, o_bias: false", own.removeprefix(", "))), tmp_path / "qwen2")
+    model = Model.load(tmp_path / "file", dtype="float32", device="cpu", generated=package)
+    got = Harness(model, page_size=8).feed({0: prompt(30)})[0]
+    assert (got - expected(oracle, prompt(30))).abs().max() < 1e-4
+
+
+def test_values_are_no_wider_than_keys(tmp_path):
+    dump({**tiny_config("mimo_v2_flash"), "v_head_dim": 25}, tmp_path)
+    with pytest.raises(ConfigError, match=r"attention\.full has values of width 25, which must be at least 1 and at most its head_dim, 24"):
+        Model.load(tmp_path, dtype="float32", device="cpu", load_format="dummy")
+
+
+def test_words_of_attention_that_do_not_go_together():
+    wide = ("head_dim: head_dim, rope: rope, bias: true", "head_dim: head_dim, value_dim: head_dim, rope: rope, bias: true")
+    assert "`value_dim` has no effect: it is `head_dim`" in messages(changed("qwen2", wide))
+    assert "`k_bias` has no effect: it is what `bias` says" in messages(changed("qwen2", ("o_bias: false", "o_bias: false, k_bias: true")))
+    assert "`clip_when` has no effect: nothing is clamped" in messages(changed("qwen2", ("o_bias: false", "o_bias: false, clip_when: after_norms")))
+    packed = ("packed: rows", "packed: rows, k_bias: true")
+    assert "a bias that part of a packed module has" in messages(changed("phi3", packed))

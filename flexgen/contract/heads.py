@@ -36,6 +36,12 @@ def check_groups(entry: str, *, experts: int, groups: int, keep: int, best: int,
         raise ConfigError(f"{entry}: {fault}")
 
 
+def check_widths(entry: str, *, head_dim: int, value_dim: int) -> None:
+    """Raises ConfigError for values that are wider than the pages, which have the width of keys."""
+    if not 1 <= value_dim <= head_dim:
+        raise ConfigError(f"{entry} has values of width {value_dim}, which must be at least 1 and at most its head_dim, {head_dim}")
+
+
 def check_heads(entry: str, **counts: int) -> None:
     """Raises ConfigError unless the first of two counts, given by name, is a multiple of the second."""
     (many_name, many), (few_name, few) = counts.items()

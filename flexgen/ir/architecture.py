@@ -81,17 +81,33 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """A projection of its own, of heads of one width, where q, k and v cannot be one: variable, weight, bias."""
+
+    variable: str
+    weight: str
+    bias: str | None
+    width: Size
+
+
+@dataclass(frozen=True)
 class Attention:
+    """q, k and v are the `splits` of one `projection`, or come `apart`. A `value_dim` is one that is not `head_dim`."""
+
     name: str
     function: str
-    projection: str
+    projection: str | None
     bias: str | None
     splits: tuple[Split, ...]
+    apart: tuple[Projection, ...]
     groups: bool
     clip: Size | None
+    clip_last: bool
     packed_gate: bool
     gate: str | None
+    gate_act: str | None
     value_from_key: bool
+    value_scale: Size | None
     q_norm: NormCall | None
     k_norm: NormCall | None
     v_norm: NormCall | None
@@ -103,6 +119,7 @@ class Attention:
     heads: Size
     kv_heads: Size
     head_dim: Size
+    value_dim: Size | None
     scale: Size | str
     window: Size | None
     chunk: Size | None
@@ -301,6 +318,7 @@ class Architecture:
     ropes: tuple[Rope, ...]
     divisions: tuple[Division, ...]
     groupings: tuple[Grouping, ...]
+    widths: tuple[Attention, ...]
     attentions: tuple[Attention, ...]
     gdns: tuple[GatedDelta, ...]
     mlps: tuple[Mlp, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from flexgen.ir import architecture as ir
 from flexgen.ir.code import Size, number
@@ -20,27 +20,38 @@ def build(shared: Shared, name: str, entry: models.Attention, at: SpecPath) -> i
     scope = shared.scope
     _check(shared, name, entry, at)
     heads, kv_heads, width = (scope.code(getattr(entry, f), (*at, f)) for f in ("heads", "kv_heads", "head_dim"))
-    has_bias = scope.flag(entry.bias, (*at, "bias"))
-    o_bias = has_bias if entry.o_bias is None else scope.flag(entry.o_bias, (*at, "o_bias"))
+    value_dim = None if entry.value_dim is None else scope.code(entry.value_dim, (*at, "value_dim"))
+    biases = _biases(shared, entry, at)
     splits = _splits(entry, heads, kv_heads)
+    widths = [value_dim if split.name == "v" and value_dim else width for split in splits]
+    is_fused = not value_dim and len({biases[split.name] for split in splits}) == 1
     role = "".join(split.name for split in splits)
     scale = entry.scale and scope.code(entry.scale, (*at, "scale"), "float")
-    projection, out, *rest = _projections(shared, entry, role, splits, heads, width, (has_bias, o_bias))
-    rows = [projection, out, *rest, *_norm_rows(shared, entry, heads, kv_heads, width)]
+    make = _fused if is_fused else _apart
+    projections = make(shared, entry, splits, widths, biases)
+    out, *rest = _outputs(shared, entry, heads, value_dim or width, biases["o"])
+    rows = [*projections, out, *rest, *_norm_rows(shared, entry, heads, kv_heads, width, value_dim or width)]
     if entry.sinks != "none":
         rows.append(shared.rows.vector("sinks", heads, entry.sinks, of="heads"))
     whole = entry.qk_norm_over == "projection"
     return ir.Attention(
         name=name,
         function=f"{name}_attention",
-        projection=projection.code,
-        bias=bias(has_bias, role),
-        splits=splits,
+        projection=projections[0].code if is_fused else None,
+        bias=bias(biases["q"], role) if is_fused else None,
+        splits=splits if is_fused else (),
+        apart=() if is_fused else tuple(
+            ir.Projection(split.variable, row.code, bias(biases[split.name], split.name), width)
+            for split, row, width in zip(splits, projections, widths, strict=True)
+        ),
         groups=entry.packed == "groups",
         clip=scope.optional(entry.clip, (*at, "clip")),
+        clip_last=entry.clip_when == "after_norms",
         packed_gate=isinstance(entry.gate, models.PackedGate),
         gate="w.gate" if isinstance(entry.gate, models.ProjectedGate) else None,
+        gate_act=entry.gate.act if isinstance(entry.gate, models.ProjectedGate) else None,
         value_from_key=entry.value == "from_key",
+        value_scale=None if entry.value_scale == "1" else scope.code(entry.value_scale, (*at, "value_scale"), "float"),
         q_norm=shared.norm(entry.q_norm, (*at, "q_norm"), "w.q_norm", whole),
         k_norm=shared.norm(entry.k_norm, (*at, "k_norm"), "w.k_norm", whole),
         v_norm=shared.norm(entry.v_norm, (*at, "v_norm"), "w.v_norm"),
@@ -52,6 +63,7 @@ def build(shared: Shared, name: str, entry: models.Attention, at: SpecPath) -> i
         heads=heads,
         kv_heads=kv_heads,
         head_dim=width,
+        value_dim=value_dim,
         scale=scale or f"{width} ** -0.5",
         window=scope.optional(entry.window, (*at, "window"), "int"),
         chunk=scope.optional(entry.chunk, (*at, "chunk"), "int"),
@@ -61,7 +73,7 @@ def build(shared: Shared, name: str, entry: models.Attention, at: SpecPath) -> i
         softmax_fp32=None if entry.softmax == "fp32" else "False",
         kv_of=None if entry.kv_of == "none" else entry.kv_of,
         o=out.code,
-        o_bias=bias(o_bias, "o"),
+        o_bias=bias(biases["o"], "o"),
         table=shared.table(name, rows, at),
         path=show_path(at),
         why=entry.why,
@@ -78,35 +90,52 @@ def _splits(entry: models.Attention, heads: Size, kv_heads: Size) -> tuple[ir.Sp
     return tuple(splits)
 
 
-def _projections(
-    shared: Shared,
-    entry: models.Attention,
-    role: str,
-    splits: tuple[ir.Split, ...],
-    heads: Size,
-    width: Size,
-    biases: tuple[Flag, Flag],
+def _biases(shared: Shared, entry: models.Attention, at: SpecPath) -> dict[str, Flag]:
+    """Whether q, k, v and o have a bias."""
+    own = {letter: getattr(entry, f"{letter}_bias") for letter in "qkvo"}
+    both = shared.scope.flag(entry.bias, (*at, "bias"))
+    return {letter: both if text is None else shared.scope.flag(text, (*at, f"{letter}_bias")) for letter, text in own.items()}
+
+
+def _fused(
+    shared: Shared, entry: models.Attention, splits: Sequence[ir.Split], widths: Sequence[Size], biases: Mapping[str, Flag]
 ) -> list[ir.Row]:
-    """The fused projection, the output projection, and the gate's own."""
-    make, (has_bias, o_bias) = shared.rows, biases
-    blocks = [split.heads * width for split in splits]
+    """q, k and v as one projection: of modules end to end, or of one module that packs them."""
+    blocks = [split.heads * width for split, width in zip(splits, widths, strict=True)]
     modules: list[tuple[str, Size | str]] = [(getattr(entry, split.name), rows) for split, rows in zip(splits, blocks, strict=True)]
     if entry.packed != "none":
         groups = splits[-1].heads if entry.packed == "groups" else None
         modules = [(entry.qkv, packed(*blocks, groups=groups))]
-    rows = [
-        make.linear(role, modules, shared.hidden, out="heads", bias=has_bias),
-        make.linear("o", [(entry.o, shared.hidden)], heads * width, into="heads", bias=o_bias),
+    role = "".join(split.name for split in splits)
+    return [shared.rows.linear(role, modules, shared.hidden, out="heads", bias=biases["q"])]
+
+
+def _apart(
+    shared: Shared, entry: models.Attention, splits: Sequence[ir.Split], widths: Sequence[Size], biases: Mapping[str, Flag]
+) -> list[ir.Row]:
+    """q, k and v as projections of their own: another width, or a bias that only some have."""
+    return [
+        shared.rows.linear(
+            split.name, [(getattr(entry, split.name), split.heads * width)], shared.hidden, out="heads", bias=biases[split.name]
+        )
+        for split, width in zip(splits, widths, strict=True)
     ]
+
+
+def _outputs(shared: Shared, entry: models.Attention, heads: Size, width: Size, o_bias: Flag) -> list[ir.Row]:
+    """The output projection, and the gate's own."""
+    rows = [shared.rows.linear("o", [(entry.o, shared.hidden)], heads * width, into="heads", bias=o_bias)]
     if isinstance(entry.gate, models.ProjectedGate):
         outputs = heads if entry.gate.over == "head" else heads * width
-        rows.append(make.linear("gate", [(entry.gate.weight, outputs)], shared.hidden, out="heads"))
+        rows.append(shared.rows.linear("gate", [(entry.gate.weight, outputs)], shared.hidden, out="heads"))
     return rows
 
 
-def _norm_rows(shared: Shared, entry: models.Attention, heads: Size, kv_heads: Size, width: Size) -> Iterator[ir.Row]:
+def _norm_rows(
+    shared: Shared, entry: models.Attention, heads: Size, kv_heads: Size, key_width: Size, value_width: Size
+) -> Iterator[ir.Row]:
     """The weights of the norms of q, k and v."""
-    for letter, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+    for letter, count, width in (("q", heads, key_width), ("k", kv_heads, key_width), ("v", kv_heads, value_width)):
         name, module = getattr(entry, f"{letter}_norm"), getattr(entry, f"{letter}_norm_weight")
         over = "head" if letter == "v" else entry.qk_norm_over
         role = f"{letter}_norm"
@@ -157,6 +186,12 @@ def _unmade(shared: Shared, entry: models.Attention) -> Iterator[tuple[str, str]
         yield "packed", "q, k and v in one module where one of them is not there, or holds a gate"
     if parted and entry.clip != "none":
         yield "clip", "a clamp of q, k and v where one of them is not there, or holds a gate"
+    if entry.packed != "none":
+        for letter in "qkv":
+            if getattr(entry, f"{letter}_bias") is not None:
+                yield f"{letter}_bias", "a bias that part of a packed module has"
+        if entry.value_dim is not None:
+            yield "value_dim", "values of another width in a packed module"
     if entry.qk_norm_over == "head_weights":
         for field in ("q_norm", "k_norm"):
             norm = shared.model.norms.get(getattr(entry, field))
@@ -178,7 +213,7 @@ def _check(shared: Shared, name: str, entry: models.Attention, at: SpecPath) -> 
     if owner.kv_of != "none" or entry.kv_of == name:
         message = f"`{entry.kv_of}` keeps no keys and values of its own"
         shared.problems.add("SPEC008", message, (*at, "kv_of"), help="name an attention that has none of `kv_of`")
-    for field in ("kv_heads", "head_dim", "window"):
+    for field in ("kv_heads", "head_dim", "value_dim", "window"):
         if getattr(owner, field) != getattr(entry, field):
             message = f"`{name}` reads the keys and values of `{entry.kv_of}`, whose `{field}` differs"
             note = ("the owner is here", ("attention", entry.kv_of))

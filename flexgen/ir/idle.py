@@ -11,7 +11,7 @@ from flexgen.spec.checkpoint import Checkpoint
 from flexgen.spec.diagnostics import SpecPath
 
 CHECKPOINT: SpecPath = ("checkpoint",)
-KEYS_AND_VALUES = ("k", "v", "k_norm", "k_norm_weight", "v_norm", "v_norm_weight", "value")
+KEYS_AND_VALUES = ("k", "v", "k_bias", "v_bias", "k_norm", "k_norm_weight", "v_norm", "v_norm_weight", "value", "value_scale")
 """Fields of an attention about the keys and values that it makes itself."""
 
 
@@ -57,8 +57,11 @@ def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[
         yield "qkv", "q, k and v are modules of their own"
     else:
         yield from ((field, f"`{entry.qkv}` holds q, k and v") for field in ("q", "k", "v"))
-    if entry.o_bias == entry.bias:
-        yield "o_bias", "it is what `bias` says"
+    for field in ("q_bias", "k_bias", "v_bias", "o_bias"):
+        if getattr(entry, field) == entry.bias:
+            yield field, "it is what `bias` says"
+    if entry.value_dim == entry.head_dim:
+        yield "value_dim", "it is `head_dim`"
     if (entry.q_norm, entry.k_norm) == ("none", "none"):
         yield from ((field, "there is no norm of q or k") for field in ("qk_norm_over", "qk_norm_when"))
     if entry.rope == "none":
@@ -66,7 +69,11 @@ def _idle(entry: models.Attention, has_gain: Callable[[str], bool]) -> Iterator[
     if shared:
         yield from ((field, f"keys and values are those that `{entry.kv_of}` made") for field in KEYS_AND_VALUES)
     elif entry.value == "from_key":
-        yield "v", "the value is the key"
+        yield from ((field, "the value is the key") for field in ("v", "v_bias", "value_dim"))
+    if entry.clip == "none":
+        yield "clip_when", "nothing is clamped"
+    if (entry.q_norm, entry.k_norm, entry.v_norm) == ("none", "none", "none"):
+        yield "clip_when", "there is no norm of q, k or v"
     for letter in "q" if shared else "qkv":
         norm = getattr(entry, f"{letter}_norm")
         if not has_gain(norm):

@@ -27,8 +27,9 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
     norms |= {mlp.inner_norm.function for mlp in arch.mlps if mlp.inner_norm}
     ops = {"embed", "project"} | own | norms | ({"softcap"} if arch.head.softcap else set())
     ops |= {"rounded"} if any(str(s.value or "").startswith("rounded(") for s in statements) else set()
+    ops |= {"softcap"} if "softcap(" in routing else set()
     routed = {"experts"} | {name for name in ("top_k", "renormalise", "keep_groups", "sparsemixer") if f"{name}(" in routing}
-    checks = (["check_groups"] if arch.groupings else []) + (["check_heads"] if arch.divisions else [])
+    checks = [name for name, of in (("check_groups", arch.groupings), ("check_heads", arch.divisions), ("check_widths", arch.widths)) if of]
     mixers = [name for part in _mixers(arch) for name in (part.function, part.table.function)]
     return (
         *(["import math"] if any("math." in code for code in _codes(arch, statements)) else []),
@@ -52,6 +53,8 @@ def _walker(arch: ir.Architecture) -> tuple[str, ...]:
 def _attention(arch: ir.Architecture) -> tuple[str, ...]:
     norms = {norm.function for a in arch.attentions for norm in (a.q_norm, a.k_norm, a.v_norm) if norm}
     ops = {"project"} | norms | {a.rotate for a in arch.attentions if a.rope}
+    ops |= {"widen"} if any(a.value_dim and not a.kv_of for a in arch.attentions) else set()
+    functional = arch.gdns or any(a.gate_act == "softplus" for a in arch.attentions)
     ops |= {"clip"} if any(a.clip for a in arch.attentions) else set()
     ops |= {"scale_queries"} if any(a.query_scale for a in arch.attentions) else set()
     ops |= {"gated_rms_norm"} if arch.gdns else set()
@@ -63,7 +66,7 @@ def _attention(arch: ir.Architecture) -> tuple[str, ...]:
         *(["import math"] if any("math." in code for code in _mixer_codes(arch)) else []),
         *_TYPING,
         "import torch",
-        *(["import torch.nn.functional as F"] if arch.gdns else []),
+        *(["import torch.nn.functional as F"] if functional else []),
         "from torch import Tensor",
         "",
         *(["from flexgen.contract import weights"] if arch.attentions or arch.gdns else []),
@@ -89,7 +92,7 @@ def _mixer_codes(arch: ir.Architecture) -> Iterator[str]:
     for a in arch.attentions:
         norms = [norm.eps for norm in (a.q_norm, a.k_norm, a.v_norm) if norm]
         yield from map(str, (a.clip, *a.query_scale, a.chunk, a.alibi))
-        yield from map(str, (a.scale, a.window, a.softcap, a.heads, a.kv_heads, a.head_dim, *norms))
+        yield from map(str, (a.scale, a.window, a.softcap, a.heads, a.kv_heads, a.head_dim, a.value_dim, a.value_scale, *norms))
     for g in arch.gdns:
         yield from map(str, (g.key_heads, g.key_dim, g.value_heads, g.value_dim, g.kernel, g.eps))
 

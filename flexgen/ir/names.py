@@ -17,15 +17,16 @@ PARTS = ("attention", "gdn", "mlp", "moe")
 """Sections whose names the block uses."""
 
 _MODULE = """
-    annotations attend block_weights causal_conv check_groups check_heads clip delta_rule dims embed experts gated_rms_norm inputs
-    keep_groups l2_norm layer layer_norm layer_norm_one_plus math gelu_new model_weights project quick_gelu relu2 renormalise rms_norm
-    rms_norm_cast_before rms_norm_one_plus rope_tables rotate rotate_pairs rounded routes run scale_queries schedule slices
-    softcap sparsemixer state step top_k torch w weights write_pages xielu
+    annotations attend block_weights causal_conv check_groups check_heads check_widths clip delta_rule dims embed experts gated_rms_norm
+    inputs keep_groups l2_norm layer layer_norm layer_norm_one_plus math gelu_new model_weights project quick_gelu relu2 renormalise
+    rms_norm rms_norm_cast_before rms_norm_one_plus rope_tables rotate rotate_pairs rounded routes run scale_queries schedule slices
+    softcap sparsemixer state step top_k torch w weights widen write_pages xielu
 """
 MODULE = frozenset(_MODULE.split())
 """Names that generated modules define, import, or use for arguments and variables."""
 
-DIMS = frozenset({"check_groups", "check_heads", "cls", "config", "from_config", "ignore", "kinds", "math", "raw", "schedule", "self"})
+_DIMS = "check_groups check_heads check_widths cls config from_config ignore kinds math raw schedule self"
+DIMS = frozenset(_DIMS.split())
 """Names that the constructors of `Dims` use themselves."""
 
 LAYER = frozenset({"k_pages", "v_pages", "rope_cos", "rope_sin"})

@@ -65,6 +65,7 @@ class _Resolver:
             dims=dims,
             ropes=ropes,
             divisions=self._divisions(),
+            widths=tuple(a for a in self.parts.built("attention") if a.value_dim),
             groupings=tuple(moe.grouping for moe in parts.built("moe") if moe.grouping),
             attentions=tuple(parts.built("attention")),
             gdns=tuple(parts.built("gdn")),

@@ -6,7 +6,7 @@ from typing import Any
 
 from flexgen.contract.heads import BEST
 from flexgen.ir import architecture as ir
-from flexgen.ir.code import number
+from flexgen.ir.code import Size, number
 from flexgen.ir.rows import Flag
 from flexgen.ir.shared import Shared, bias, norm_why
 from flexgen.spec import models
@@ -22,8 +22,9 @@ def route(
     router, here = entry.router, (*at, "router")
     has_bias = shared.scope.flag(router.bias, (*here, "bias"))
     _check_fields(shared, router, here)
+    cap = shared.scope.optional(router.softcap, (*here, "softcap"))
     lines, rows = _input(shared, name, router, here)
-    scores = _scores(name, router, here, "h_TD" if lines else "x_TD", bias(has_bias, f"{name}_router"))
+    scores = _scores(name, router, here, "h_TD" if lines else "x_TD", bias(has_bias, f"{name}_router"), cap)
     choice, source, choice_rows = _choice(shared, name, entry, here)
     chosen = _chosen(shared, name, entry, here, source)
     weights, gain_rows = _weights(shared, name, entry, here)
@@ -43,15 +44,16 @@ def _line(out: str, code: str, path: SpecPath) -> ir.Statement:
     return ir.Statement("code", out, "", show_path(path), value=code)
 
 
-def _scores(name: str, router: models.Router, here: SpecPath, source: str, has_bias: str | None) -> list[ir.Statement]:
+def _scores(name: str, router: models.Router, here: SpecPath, source: str, has_bias: str | None, cap: Size | None) -> list[ir.Statement]:
     wide = ".float()" if router.compute == "fp32" else ""
     arguments = [source + wide, f"w.{name}_router{wide}", *([has_bias + wide] if has_bias else [])]
     lines = [_line("scores_TE", f"project({', '.join(arguments)})", (*here, "weight"))]
+    capped = [] if cap is None else [_line("scores_TE", f"softcap(scores_TE.float(), {cap})", (*here, "softcap"))]
     turned = {
         "softmax": "torch.softmax(scores_TE, dim=-1, dtype=torch.float32)",
         "sigmoid": "torch.sigmoid(scores_TE)" if wide else "torch.sigmoid(scores_TE.float())",
     }.get(router.score)
-    return lines + ([_line("scores_TE", turned, (*here, "score"))] if turned else [])
+    return lines + capped + ([_line("scores_TE", turned, (*here, "score"))] if turned else [])
 
 
 def _choice(shared: Shared, name: str, entry: models.Moe, here: SpecPath) -> tuple[list[ir.Statement], str, list[ir.Row]]:

@@ -67,7 +67,7 @@ class PackedGate(Section):
 class ProjectedGate(Section):
     weight: TensorName = Field(description="Module of the gate's own projection of the attention's input.")
     over: Literal["channel", "head"] = Field("channel", description="One gate a channel of the output, or one a head.")
-    act: Literal["sigmoid"] = Field(description="The gate's activation.")
+    act: Literal["sigmoid", "softplus"] = Field(description="The gate's activation; `softplus` is taken in fp32.")
 
 
 def _gate_tag(value: object) -> str | None:
@@ -97,6 +97,7 @@ class Attention(Entry):
     heads: Text = Field(description="Query heads.")
     kv_heads: Text = Field(description="Key and value heads; must divide `heads`.")
     head_dim: Text = Field(description="Width of one head.")
+    value_dim: Text | None = Field(None, description="Width of a value head where that is not `head_dim`, which it may not exceed.")
     rope: Identifier | Literal["none"] = Field(description="A name of `ropes`, or `none` for no positions.")
     window: Text = Field(
         "none", description="Keys visible to a query, itself included. `none`, or a dim `FIELD or none` where that is null: all before it."
@@ -107,8 +108,12 @@ class Attention(Entry):
     )
     scale: Text | None = Field(None, description="Multiplies the scores; absent: one over the root of `head_dim`.")
     bias: Text = Field("false", description="Whether q, k, v and o have biases: true, false, or a dim that is a flag.")
-    o_bias: Text | None = Field(None, description="Whether o has a bias, where that differs from q, k and v.")
+    q_bias: Text | None = Field(None, description="Whether q has a bias, where that differs from `bias`; k, v and o likewise.")
+    k_bias: Text | None = Field(None, description="Whether k has a bias, where that differs from `bias`.")
+    v_bias: Text | None = Field(None, description="Whether v has a bias, where that differs from `bias`.")
+    o_bias: Text | None = Field(None, description="Whether o has a bias, where that differs from `bias`.")
     clip: Text = Field("none", description="q, k and v are clamped to this on both sides; 0 is off.")
+    clip_when: Literal["before_norms", "after_norms"] = Field("before_norms", description="Whether the clamp precedes the norms.")
     q_norm: Identifier | Literal["none"] = Field("none", description="Norm of the queries; `qk_norm_over` says over what.")
     k_norm: Identifier | Literal["none"] = Field("none", description="Norm of the keys; `qk_norm_over` says over what.")
     v_norm: Identifier | Literal["none"] = Field("none", description="Norm of each value head.")
@@ -121,6 +126,7 @@ class Attention(Entry):
     value: Literal["projected", "from_key"] = Field(
         "projected", description="`from_key`: the value is the raw key projection, before its norm and rope."
     )
+    value_scale: Text = Field("1", description="Multiplies the values.")
     gate: OutputGate = Field("none", description="A gate on the attention's output.")
     sinks: TensorName | Literal["none"] = Field("none", description="Tensor of one extra logit a query head.")
     softcap: Text = Field("none", description="Scores become cap * tanh(score / cap).")
@@ -215,6 +221,7 @@ class Router(Entry):
     choice_bias_axes: Literal["expert", "one_expert"] = Field(
         "expert", description="The axes of that tensor: `one_expert` has a first axis of length 1."
     )
+    softcap: Text = Field("none", description="Logits become cap * tanh(logit / cap), in fp32; 0 is off.")
     groups: RouterGroups | Literal["none"] = Field("none", description="Experts come in groups, of which a token may use some.")
     after_top_k: Literal["softmax", "sigmoid", "sparsemixer", "none"] = Field(
         "none",

@@ -16,7 +16,7 @@ from flexgen.contract import weights
 from flexgen.contract.abi import Layer, Step
 from flexgen.contract.state import Pages, State
 from flexgen.runtime.ops.attention import attend, write_pages
-from flexgen.runtime.ops.elementwise import project, rms_norm_cast_before, rotate
+from flexgen.runtime.ops.elementwise import clip, project, rms_norm_cast_before, rotate
 
 if TYPE_CHECKING:
     from .walker import Dims
@@ -44,6 +44,7 @@ def attention_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tenso
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
     q_TNH = rms_norm_cast_before(q_TNH.flatten(1), w.q_norm, dims.eps).view_as(q_TNH)
     k_TKH = rms_norm_cast_before(k_TKH.flatten(1), w.k_norm, dims.eps).view_as(k_TKH)
+    q_TNH, k_TKH, v_TKH = (clip(part, dims.clip) for part in (q_TNH, k_TKH, v_TKH))
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
     k_TKH = rotate(k_TKH, w.rope_cos, w.rope_sin, step.positions_T)
     write_pages(w, k_TKH, v_TKH, pages)  # writes K/V pages

@@ -33,7 +33,7 @@ DEFAULTS = {
     "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8, "clip_qkv": None,
     "rope_parameters": {"rope_theta": 10000.0},
 }
-REQUIRE = {"hidden_act": "silu", "clip_qkv": None}
+REQUIRE = {"hidden_act": "silu"}
 IGNORE = ()
 
 
@@ -56,6 +56,7 @@ class Dims(Numbers):
         self.renormalise = config.flag("norm_topk_prob")
         self.eps = config.float("rms_norm_eps")
         self.attention_bias = config.flag("attention_bias")
+        self.clip = config.float("clip_qkv", default=0)
         self.tied = config.flag("tie_word_embeddings")
         self.rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=self.head_dim)
         check_heads("attention.attention", heads=self.heads, kv_heads=self.kv_heads)

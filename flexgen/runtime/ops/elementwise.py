@@ -151,6 +151,11 @@ def rotate_pairs(x_TNH: Tensor, cos: Tensor, sin: Tensor, positions_T: Tensor) -
     return turned_TNd if rest.shape[-1] == 0 else torch.cat((turned_TNd, rest), dim=-1)
 
 
+def widen(x: Tensor, width: int) -> Tensor:
+    """Heads with zeros behind them, up to `width`."""
+    return F.pad(x, (0, width - x.shape[-1]))
+
+
 def clip(x: Tensor, limit: float) -> Tensor:
     """x clamped to the limit on both sides; a limit of 0 is off."""
     return x.clamp(-limit, limit) if limit else x
