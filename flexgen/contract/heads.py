@@ -36,10 +36,17 @@ def check_groups(entry: str, *, experts: int, groups: int, keep: int, best: int,
         raise ConfigError(f"{entry}: {fault}")
 
 
+def widths_fault(head_dim: int, value_dim: int) -> str | None:
+    """What is wrong with values of a width of their own: pages have the width of keys."""
+    fits = 1 <= value_dim <= head_dim
+    return None if fits else f"values of width {value_dim}, which must be at least 1 and at most its head_dim, {head_dim}"
+
+
 def check_widths(entry: str, *, head_dim: int, value_dim: int) -> None:
-    """Raises ConfigError for values that are wider than the pages, which have the width of keys."""
-    if not 1 <= value_dim <= head_dim:
-        raise ConfigError(f"{entry} has values of width {value_dim}, which must be at least 1 and at most its head_dim, {head_dim}")
+    """Raises ConfigError for values that are wider than keys."""
+    fault = widths_fault(head_dim, value_dim)
+    if fault:
+        raise ConfigError(f"{entry} has {fault}")
 
 
 def check_heads(entry: str, **counts: int) -> None:

@@ -62,10 +62,9 @@ def _grouping(shared: Shared, entry: models.Moe, at: SpecPath) -> ir.Grouping | 
 
 def _check_ungated(shared: Shared, entry: models.Moe, at: SpecPath) -> None:
     """Report experts with a gate and without one, and what only a gate has."""
-    if bool(entry.up) == bool(entry.gate_up):
-        found = "both `gate_up` and `up`" if entry.up else "neither `gate_up` nor `up`"
+    if entry.up and "gate_up" in entry.model_fields_set:
         help = "give `gate_up`, or `up` where experts have no gate"
-        shared.problems.add("SPEC005", f"experts have {found}", at, key=True, help=help)
+        shared.problems.add("SPEC005", "experts have both `gate_up` and `up`", at, key=True, help=help)
     for field, default in (("alpha", "none"), ("limit", "none"), ("up_offset", "0")) if entry.up else ():
         if getattr(entry, field) != default:
             message = f"`{field}` has no effect: experts have no gate"

@@ -24,7 +24,7 @@ class Filled:
 def kinds(model: models.SpecModel) -> list[Filled]:
     """Every kind that a layer can be, in the spec's order."""
     named = [_filled(model, name) for name in model.kinds]
-    if isinstance(model.schedule, list):
+    if not isinstance(model.schedule, dict):
         return named
     halves = [[kind for kind in named if list(kind.fills) == [each.slot]] for each in model.schedules]
     return [_crossed(crossing) for crossing in product(*halves)]
@@ -32,7 +32,7 @@ def kinds(model: models.SpecModel) -> list[Filled]:
 
 def check_halves(model: models.SpecModel, problems: Problems) -> None:
     """Report kinds that fill another number of slots than the one whose list chooses them, and lists of no slot."""
-    if isinstance(model.schedule, list):
+    if not isinstance(model.schedule, dict):
         return
     slots = {slot: ("kinds", name, slot) for name, kind in model.kinds.items() for slot in kind}
     for slot in model.schedule:

@@ -24,7 +24,7 @@ class Spec:
     """A spec whose sections have the right shape.
 
     data     what the file says, with `like` written out
-    origins  maps a field inherited through `like` to where it stands
+    origins  maps a field inherited through `like` to where it stands, and what the block alone implies to the block
     """
 
     model: SpecModel
@@ -65,6 +65,7 @@ def parse_spec(text: bytes | str, path: str) -> Spec:
 def shape(document: Document) -> Spec:
     """The spec that a document holds. Raises SpecError with every problem of shape."""
     data, origins, found = expand_likes(document)
+    origins |= {(section,): ("block",) for section in ("kinds", "schedule") if section not in data}
     try:
         model = SpecModel.model_validate(data)
     except ValidationError as error:

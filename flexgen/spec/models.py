@@ -277,6 +277,17 @@ Layout = Annotated[
 ]
 
 
+GATE_UP: list[Layout] = [
+    StackedLayout(stacked="mlp.experts.gate_up_proj", axes=["expert", "out", "in"], order=["gate", "up"]),
+    PerExpertLayout(per_expert=["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"]),
+]
+DOWN: list[Layout] = [
+    StackedLayout(stacked="mlp.experts.down_proj", axes=["expert", "out", "in"], order=None),
+    PerExpertLayout(per_expert=["mlp.experts.*.down_proj.weight"]),
+]
+"""What most files hold: all experts in one tensor, as transformers saves them, or each its own."""
+
+
 class Moe(Entry):
     experts: Text = Field(description="Number of experts.")
     top_k: Text = Field(description="Experts a token uses.")
@@ -290,11 +301,16 @@ class Moe(Entry):
         "output", description="Whether an expert's weight multiplies what it gives or what it reads."
     )
     gate_up: list[Layout] = Field(
-        [], description="Forms a file may hold gate and up in; the first stacked one is memory's."
+        GATE_UP,
+        min_length=1,
+        description="Forms a file may hold gate and up in; the first stacked one is memory's. Absent: `mlp.experts.gate_up_proj`, stacked "
+        "[expert, out, in] with gate and then up, or `mlp.experts.*.gate_proj` and `up_proj`.",
     )
     up: list[Layout] = Field([], description="In place of `gate_up`, of experts without a gate: act(up), then down.")
     gate_up_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of gate and up, or of up alone.")
-    down: list[Layout] = Field(min_length=1, description="Forms a file may hold down in.")
+    down: list[Layout] = Field(
+        DOWN, min_length=1, description="Forms a file may hold down in. Absent: `mlp.experts.down_proj`, or `mlp.experts.*.down_proj`."
+    )
     down_bias: TensorName | Literal["none"] = Field("none", description="Tensor of the biases of down.")
 
 
@@ -488,18 +504,21 @@ class SpecModel(Section):
         {}, max_length=MAX_ENTRIES, description="Values computed once from the tokens, one slice a layer."
     )
     kinds: dict[Identifier, dict[Identifier, Filling]] = Field(
+        {"layer": {}},
         min_length=1,
         max_length=MAX_ENTRIES,
         description=(
             "Layer kinds; each fills every slot of the block with a named part, a list of parts that are summed, or `none`: what "
-            "calls an empty slot, an `add` or a branch of a `sum`, is left out. Where `schedule` has a list a slot, each fills one slot."
+            "calls an empty slot, an `add` or a branch of a `sum`, is left out. Where `schedule` has a list a slot, each fills one slot. "
+            "Absent where all layers are alike and the block names its parts itself."
         ),
     )
     schedule: Schedule = Field(
+        [],
         description=(
             "Which layer has which kind: a list of rules, of which later ones win. Or a list of rules for each slot, which cross: a "
-            "layer that is `sliding` by one and `sparse` by the other is of kind `sliding_sparse`."
-        )
+            "layer that is `sliding` by one and `sparse` by the other is of kind `sliding_sparse`. Absent where there is one kind."
+        ),
     )
     block: list[BlockPart] = Field(min_length=1, max_length=MAX_ENTRIES, description="What one layer computes, as a sum.")
     embedding: Embedding = Field(description="From token ids to the stream.")
@@ -509,9 +528,10 @@ class SpecModel(Section):
     @property
     def schedules(self) -> tuple[RuleList, ...]:
         """The lists of rules: one for whole kinds, or one a slot."""
-        if isinstance(self.schedule, list):
-            return (RuleList(None, ("schedule",), tuple(self.schedule)),)
-        return tuple(RuleList(slot, ("schedule", slot), tuple(rules)) for slot, rules in self.schedule.items())
+        if isinstance(self.schedule, dict):
+            return tuple(RuleList(slot, ("schedule", slot), tuple(rules)) for slot, rules in self.schedule.items())
+        rules = self.schedule or [Rule.model_validate({"all": True, "kind": next(iter(self.kinds))})]
+        return (RuleList(None, ("schedule",), tuple(rules)),)
 
     @property
     def rules(self) -> tuple[tuple[SpecPath, Rule], ...]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .walker import Dims
 
 
-def full_weights(dims: Dims) -> list[weights.Weight]:
-    # spec: attention.full
+def attention_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: attention.attention
     return [
         *weights.linear("qkv", {
             "self_attention.query_key_value": weights.packed(
@@ -34,10 +34,10 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     ]
 
 
-def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
-    # spec: attention.full
+def attention_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: attention.attention
     # the biases by distance are fp32 here; transformers rounds them to the model's dtype, whole positions in bf16
-    pages = step.pages["full"]
+    pages = step.pages["attention"]
     heads_T = project(x_TD, w.qkv, w.qkv_bias)
     heads_TKGH = heads_T.unflatten(-1, (dims.heads, -1, dims.head_dim))
     heads = heads_TKGH.split((dims.heads // dims.heads, 1, 1), dim=2)
@@ -49,7 +49,7 @@ def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
 
 def state(dims: Dims) -> dict[str, State]:
     """What a layer of each entry keeps from step to step."""
-    return {"full": Pages(dims.heads, dims.head_dim)}
+    return {"attention": Pages(dims.heads, dims.head_dim)}
 
 
 def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .walker import Dims
 
 
-def full_weights(dims: Dims) -> list[weights.Weight]:
-    # spec: attention.full
+def attention_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: attention.attention
     return [
         *weights.linear("qkv", {
             "self_attn.q_proj": dims.heads * dims.head_dim,
@@ -35,9 +35,9 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     ]
 
 
-def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
-    # spec: attention.full
-    pages = step.pages["full"]
+def attention_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: attention.attention
+    pages = step.pages["attention"]
     heads_TNH = project(x_TD, w.qkv, w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.kv_heads, dims.kv_heads), dim=1)
     q_TNH = rotate(q_TNH, w.rope_cos, w.rope_sin, step.positions_T)
@@ -49,10 +49,10 @@ def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
 
 def state(dims: Dims) -> dict[str, State]:
     """What a layer of each entry keeps from step to step."""
-    return {"full": Pages(dims.kv_heads, dims.head_dim)}
+    return {"attention": Pages(dims.kv_heads, dims.head_dim)}
 
 
 def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin, each (length, rotated / 2), by attention entry."""
     rope = dims.rope.tables(length, dtype, device)
-    return {"full": rope}
+    return {"attention": rope}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .walker import Dims
 
 
-def full_weights(dims: Dims) -> list[weights.Weight]:
-    # spec: attention.full
+def attention_weights(dims: Dims) -> list[weights.Weight]:
+    # spec: attention.attention
     return [
         *weights.linear("qkv", {
             "attn.c_attn": weights.packed(
@@ -34,9 +34,9 @@ def full_weights(dims: Dims) -> list[weights.Weight]:
     ]
 
 
-def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
-    # spec: attention.full
-    pages = step.pages["full"]
+def attention_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+    # spec: attention.attention
+    pages = step.pages["attention"]
     heads_TNH = project(x_TD, w.qkv.t(), w.qkv_bias).unflatten(-1, (-1, dims.head_dim))
     q_TNH, k_TKH, v_TKH = heads_TNH.split((dims.heads, dims.heads, dims.heads), dim=1)
     write_pages(w, k_TKH, v_TKH, pages)  # writes K/V pages
@@ -46,7 +46,7 @@ def full_attention(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
 
 def state(dims: Dims) -> dict[str, State]:
     """What a layer of each entry keeps from step to step."""
-    return {"full": Pages(dims.heads, dims.head_dim)}
+    return {"attention": Pages(dims.heads, dims.head_dim)}
 
 
 def rope_tables(dims: Dims, length: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
 from flexgen.runtime.ops.elementwise import embed, layer_norm, project
 
-from .attention import full_attention, full_weights
+from .attention import attention_attention, attention_weights
 
 ABI = 3
 MODEL_TYPES = ("gpt_neox",)
@@ -51,7 +51,7 @@ class Dims(Numbers):
         self.bias = config.flag("attention_bias")
         self.tied = config.flag("tie_word_embeddings")
         self.rope = config.rope("rope_parameters", types=("default", "linear", "llama3", "yarn"), head_dim=self.head_dim)
-        self.kinds = config.schedule(self.layers, (schedule.everywhere("full"),))
+        self.kinds = config.schedule(self.layers, (schedule.everywhere("layer"),))
         config.finish()
 
 
@@ -89,10 +89,10 @@ def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     return project(F.gelu(up_TI), w.mlp_down, w.mlp_down_bias)
 
 
-def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+def layer_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     attention_TD = layer_norm(x_TD, w.input_layernorm, w.input_layernorm_bias, dims.eps)
-    attention_TD = full_attention(w, attention_TD, dims, step)  # writes K/V pages
+    attention_TD = attention_attention(w, attention_TD, dims, step)  # writes K/V pages
     mlp_TD = layer_norm(x_TD, w.post_attention_layernorm, w.post_attention_layernorm_bias, dims.eps)
     mlp_TD = mlp(w, mlp_TD)
     h_TD = attention_TD + mlp_TD
@@ -100,11 +100,11 @@ def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
 
 
 # by kind: the layer function, the entries that keep state, and the tables of weights; a layer's tensors are below LAYER
-LAYERS: dict[str, Callable[..., Tensor]] = {"full": full_layer}
-MIXERS: dict[str, tuple[str, ...]] = {"full": ("full",)}
+LAYERS: dict[str, Callable[..., Tensor]] = {"layer": layer_layer}
+MIXERS: dict[str, tuple[str, ...]] = {"layer": ("attention",)}
 WEIGHTS: dict[str, tuple[Callable[[Dims], list[weights.Weight]], ...]] = {
     "model": (model_weights,),
-    "full": (block_weights, full_weights, mlp_weights),
+    "layer": (block_weights, attention_weights, mlp_weights),
 }
 LAYER = "layers.*"
 

@@ -19,7 +19,7 @@ from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
 from flexgen.runtime.ops.elementwise import embed, layer_norm, project
 
-from .attention import full_attention, full_weights
+from .attention import attention_attention, attention_weights
 
 ABI = 3
 MODEL_TYPES = ("opt",)
@@ -54,7 +54,7 @@ class Dims(Numbers):
         self.eps = 1e-5
         self.bias = config.flag("enable_bias")
         self.tied = config.flag("tie_word_embeddings")
-        self.kinds = config.schedule(self.layers, (schedule.everywhere("full"),))
+        self.kinds = config.schedule(self.layers, (schedule.everywhere("layer"),))
         config.finish()
 
 
@@ -93,10 +93,10 @@ def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     return project(F.relu(up_TI), w.mlp_down, w.mlp_down_bias)
 
 
-def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+def layer_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = layer_norm(x_TD, w.self_attn_layer_norm, w.self_attn_layer_norm_bias, dims.eps)
-    h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
+    h_TD = attention_attention(w, h_TD, dims, step)  # writes K/V pages
     x_TD = x_TD + h_TD
     # spec: block[1]
     h_TD = layer_norm(x_TD, w.final_layer_norm, w.final_layer_norm_bias, dims.eps)
@@ -105,11 +105,11 @@ def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
 
 
 # by kind: the layer function, the entries that keep state, and the tables of weights; a layer's tensors are below LAYER
-LAYERS: dict[str, Callable[..., Tensor]] = {"full": full_layer}
-MIXERS: dict[str, tuple[str, ...]] = {"full": ("full",)}
+LAYERS: dict[str, Callable[..., Tensor]] = {"layer": layer_layer}
+MIXERS: dict[str, tuple[str, ...]] = {"layer": ("attention",)}
 WEIGHTS: dict[str, tuple[Callable[[Dims], list[weights.Weight]], ...]] = {
     "model": (model_weights,),
-    "full": (block_weights, full_weights, mlp_weights),
+    "layer": (block_weights, attention_weights, mlp_weights),
 }
 LAYER = "layers.*"
 

@@ -20,7 +20,7 @@ from flexgen.contract.numbers import Numbers
 from flexgen.runtime.loading.config import Config
 from flexgen.runtime.ops.elementwise import embed, project, rms_norm_cast_before
 
-from .attention import full_attention, full_weights
+from .attention import attention_attention, attention_weights
 
 ABI = 3
 MODEL_TYPES = ("phi3",)
@@ -53,8 +53,8 @@ class Dims(Numbers):
         self.window = config.int_or_none("sliding_window")
         self.tied = config.flag("tie_word_embeddings")
         self.rope = config.rope("rope_parameters", types=("default", "longrope"), head_dim=self.head_dim)
-        check_heads("attention.full", heads=self.heads, kv_heads=self.kv_heads)
-        self.kinds = config.schedule(self.layers, (schedule.everywhere("full"),))
+        check_heads("attention.attention", heads=self.heads, kv_heads=self.kv_heads)
+        self.kinds = config.schedule(self.layers, (schedule.everywhere("layer"),))
         config.finish()
 
 
@@ -90,10 +90,10 @@ def mlp(w: Layer, x_TD: Tensor) -> Tensor:
     return project(F.silu(gate_TI) * up_TI, w.mlp_down)
 
 
-def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
+def layer_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
     # spec: block[0]
     h_TD = rms_norm_cast_before(x_TD, w.input_layernorm, dims.eps)
-    h_TD = full_attention(w, h_TD, dims, step)  # writes K/V pages
+    h_TD = attention_attention(w, h_TD, dims, step)  # writes K/V pages
     x_TD = x_TD + h_TD
     # spec: block[1]
     h_TD = rms_norm_cast_before(x_TD, w.post_attention_layernorm, dims.eps)
@@ -102,11 +102,11 @@ def full_layer(w: Layer, x_TD: Tensor, dims: Dims, step: Step) -> Tensor:
 
 
 # by kind: the layer function, the entries that keep state, and the tables of weights; a layer's tensors are below LAYER
-LAYERS: dict[str, Callable[..., Tensor]] = {"full": full_layer}
-MIXERS: dict[str, tuple[str, ...]] = {"full": ("full",)}
+LAYERS: dict[str, Callable[..., Tensor]] = {"layer": layer_layer}
+MIXERS: dict[str, tuple[str, ...]] = {"layer": ("attention",)}
 WEIGHTS: dict[str, tuple[Callable[[Dims], list[weights.Weight]], ...]] = {
     "model": (model_weights,),
-    "full": (block_weights, full_weights, mlp_weights),
+    "layer": (block_weights, attention_weights, mlp_weights),
 }
 LAYER = "layers.*"
 

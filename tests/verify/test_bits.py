@@ -31,7 +31,7 @@ def test_every_spec_rounds_where_transformers_does(spec):
 def test_what_is_rounded_otherwise_is_what_the_spec_says(spec):
     found = verify(spec, dtype="bfloat16").first_difference
     assert found is not None and found.layer == 0 and APART[spec] in found.code
-    assert "transformers" in load_spec(root("specs") / f"{spec}.yaml").model.attention["full"].why
+    assert "transformers" in load_spec(root("specs") / f"{spec}.yaml").model.attention["attention"].why
 
 
 @pytest.mark.parametrize("spec", ["falcon", "falcon_new"])

@@ -10,7 +10,14 @@ from flexgen.ir.architecture import Dim
 from flexgen.ir.problems import Problems
 from flexgen.ir.scope import Scope
 from flexgen.ir.tiny.fields import check_fields, check_ignored, check_model_type
-from flexgen.ir.tiny.numbers import check_fences, check_groups, check_head_counts, check_null_defaults, evaluate_dims
+from flexgen.ir.tiny.numbers import (
+    check_fences,
+    check_groups,
+    check_head_counts,
+    check_null_defaults,
+    check_value_widths,
+    evaluate_dims,
+)
 from flexgen.ir.tiny.reads import DEFAULTS, TINY, Tiny, fences
 from flexgen.ir.tiny.ropes import check_ropes, check_rotations
 from flexgen.ir.tiny.schedule import check_schedule
@@ -32,6 +39,7 @@ def check_tiny(spec: Spec, scope: Scope, dims: tuple[Dim, ...], problems: Proble
     values = evaluate_dims(tiny)
     problems.raise_if_any()
     check_head_counts(tiny, values)
+    check_value_widths(tiny, values)
     check_groups(tiny, values)
     check_rotations(tiny, values)
     check_schedule(tiny, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen.contract.configs import holds, look
-from flexgen.contract.heads import BEST, MULTIPLES, groups_fault, is_multiple
+from flexgen.contract.heads import BEST, MULTIPLES, groups_fault, is_multiple, widths_fault
 from flexgen.ir.tiny.fields import is_slip, misread
 from flexgen.ir.tiny.reads import DEFAULTS, REQUIRE, TINY, Tiny
 from flexgen.ir.tiny.values import has, shown
@@ -90,6 +90,17 @@ def check_groups(tiny: Tiny, values: dict[str, Any]) -> None:
             if fault:
                 note = ("read here", ("moe", name, "router", "groups"))
                 tiny.problems.add("SPEC024", f"`tiny` does not fit `{name}`: {fault}", TINY, key=True, note=note)
+
+
+def check_value_widths(tiny: Tiny, values: dict[str, Any]) -> None:
+    """Values that are wider than keys."""
+    for name, entry in tiny.model.attention.items():
+        if entry.value_dim is None:
+            continue
+        fault = widths_fault(*(parse(text).evaluate(values) for text in (entry.head_dim, entry.value_dim)))
+        if fault:
+            note = ("read here", ("attention", name, "value_dim"))
+            tiny.problems.add("SPEC024", f"`tiny` gives `{name}` {fault}", TINY, key=True, note=note)
 
 
 def check_head_counts(tiny: Tiny, values: dict[str, Any]) -> None:
