@@ -121,8 +121,9 @@ def test_each_of_q_k_v_and_o_has_a_bias_by_itself(letters, tmp_path):
     oracle.save_pretrained(tmp_path / "file")
     without(tmp_path / "file", [name for name, tensor in oracle.state_dict().items() if name.endswith("_proj.bias") and not tensor.any()])
     if letters == "qkvo":  # Qwen 2 has none of o
+        package = built(changed("qwen2", (", o_bias: false", "")), tmp_path / "qwen2")
         with pytest.raises(CheckpointError, match=r"self_attn\.o_proj\.bias"):
-            Model.load(tmp_path / "file", dtype="float32", device="cpu", generated=built(changed("qwen2", (", o_bias: false", "")), tmp_path / "qwen2"))
+            Model.load(tmp_path / "file", dtype="float32", device="cpu", generated=package)
         return
     own = "".join(f", {letter}_bias: true" for letter in letters)
     package = built(changed("qwen2", ("bias: true, o_bias: false", own.removeprefix(", "))), tmp_path / "qwen2")
@@ -141,6 +142,7 @@ def test_words_of_attention_that_do_not_go_together():
     wide = ("head_dim: head_dim, rope: rope, bias: true", "head_dim: head_dim, value_dim: head_dim, rope: rope, bias: true")
     assert "`value_dim` has no effect: it is `head_dim`" in messages(changed("qwen2", wide))
     assert "`k_bias` has no effect: it is what `bias` says" in messages(changed("qwen2", ("o_bias: false", "o_bias: false, k_bias: true")))
-    assert "`clip_when` has no effect: nothing is clamped" in messages(changed("qwen2", ("o_bias: false", "o_bias: false, clip_when: after_norms")))
+    clamped = ("o_bias: false", "o_bias: false, clip_when: after_norms")
+    assert "`clip_when` has no effect: nothing is clamped" in messages(changed("qwen2", clamped))
     packed = ("packed: rows", "packed: rows, k_bias: true")
     assert "a bias that part of a packed module has" in messages(changed("phi3", packed))

@@ -111,7 +111,8 @@ class Scope:
         types: dict[str, Want] = {}
         for name, expr in self.exprs.items():
             path = ("dims", name)
-            kind = wants.get(name, "int") if isinstance(expr, Name | Or) else self._kind(expr, types, path)
+            implied = "int" if isinstance(expr, Name) else self._kind(expr, types, path)  # a default may be a float
+            kind = wants.get(name, implied) if isinstance(expr, Name | Or) else implied
             if isinstance(expr, Or) and kind == "int" and self._kind(expr, types, path) == "float":
                 message = f"`{expr.text()}` can be a float where a whole number is needed"
                 self.problems.add("SPEC029", message, path, help="divide with `//`")

@@ -36,10 +36,14 @@ def _filled_tuple(items: Sequence[object]) -> str:
     return one if len(one) <= WIDTH - 12 else f"(\n    {_filled(listed, 4)}\n)"
 
 
-def _filled_dict(value: dict[str, object]) -> str:
-    """A dict on one line where it fits, else filled."""
-    listed = [f"{_literal(key)}: {_literal(item)}" for key, item in value.items()]
-    return one if len(one := _literal(value)) <= WIDTH - 12 else f"{{\n    {_filled(listed, 4)}\n}}"
+def _filled_dict(value: dict[str, object], indent: int = 4) -> str:
+    """A dict literal on as many lines as it needs; a dict within it that fits on none is broken likewise."""
+    if len(one := _literal(value)) <= WIDTH - 8 - indent:
+        return one
+    shown = {key: _filled_dict(item, indent + 4) if isinstance(item, dict) else _literal(item) for key, item in value.items()}
+    listed = [f"{_literal(key)}: {item}" for key, item in shown.items()]
+    margin = " " * indent
+    return f"{{\n{margin}{_filled(listed, indent)}\n{margin[4:]}}}"
 
 
 def _literal(value: object) -> str:

@@ -32,7 +32,10 @@ SKIP = ("mtp.*",)
 DEFAULTS = {
     "rms_norm_eps": 1e-5, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "n_group": 1,
     "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "attention_value_scale": 0.707,
-    "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.334}, "sliding_attention": {"partial_rotary_factor": 0.334}},
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 5000000.0, "partial_rotary_factor": 0.334},
+        "sliding_attention": {"rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+    },
 }
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ()
