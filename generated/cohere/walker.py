@@ -29,7 +29,7 @@ PREFIXES = ("model",)
 SKIP = ()
 DEFAULTS = {
     "layer_norm_eps": 1e-5, "attention_bias": False, "tie_word_embeddings": True, "hidden_act": "silu",
-    "logit_scale": 0.0625, "use_qk_norm": False, "rope_parameters": {"rope_theta": 10000.0},
+    "logit_scale": 0.0625, "use_qk_norm": False, "rope_parameters": {"rope_theta": 500000.0},
 }
 REQUIRE = {"hidden_act": "silu"}
 IGNORE = ()

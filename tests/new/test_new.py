@@ -85,8 +85,8 @@ def test_a_copy_of_a_spec_builds_the_same_layers(spec, tmp_path):
 
 
 UNKNOWN = {
-    "seed_oss": ("llama", ()),
-    "olmo": ("olmo2", ()),
+    "seed_oss": ("hunyuan_v1_dense", ()),
+    "olmo": ("hunyuan_v1_dense", ()),
     "gpt_bigcode": ("gpt2", ()),
     "hunyuan_v1_moe": ("olmoe", ()),
     "deepseek_v3": ("glm4_moe", ("kv_lora_rank", "q_lora_rank")),
