@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from flexgen.assets import root
@@ -21,9 +22,17 @@ from flexgen.verify.reference import logits as expected
 from flexgen.verify.reference import save
 from flexgen.verify.reference import tiny as reference
 
-__all__ = ["SPECS", "dump", "expected", "prompt", "reference", "saved", "tiny_config"]
+__all__ = ["ALIKE", "SOME", "SPECS", "dump", "expected", "prompt", "reference", "saved", "tiny_config"]
 
 SPECS = sorted(path.stem for path in root("specs").glob("*.yaml"))
+ALIKE = [
+    *("cohere", "ernie4_5", "ernie4_5_moe", "falcon_new", "gemma", "gemma2", "gemma3", "granite", "granitemoe", "hunyuan_v1_dense"),
+    *("ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phimoe", "qwen2", "qwen2_moe", "smollm3", "starcoder2"),
+]
+"""Specs whose layers are made of words that another's are made of too: what tests every word does not need them each time."""
+
+SOME = [pytest.param(spec, marks=pytest.mark.slow) if spec in ALIKE else spec for spec in SPECS]
+"""Every spec, those that are alike marked slow."""
 
 
 def tiny_config(spec: str, **changes: Any) -> dict[str, Any]:

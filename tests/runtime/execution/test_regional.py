@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import SPECS, dump, prompt, saved, tiny_config
+from tiny import SOME, dump, prompt, saved, tiny_config
 from torch._dynamo.utils import counters
 
 from flexgen import LLM, SamplingParams
@@ -58,14 +58,7 @@ def deeper(config):
     return config | {field: 2 * config[field] for field in ("num_hidden_layers", "layer_types") if field in config}
 
 
-ALIKE = [
-    *("ernie4_5", "ernie4_5_moe", "falcon_new", "gemma", "gemma2", "gemma3", "granite", "granitemoe", "ministral3"),
-    *("mistral", "mixtral", "nemotron", "olmo2", "olmoe", "phimoe", "qwen2", "qwen2_moe", "smollm3", "starcoder2"),
-]
-"""Specs whose layers are made of functions that another's are made of too."""
-
-
-@pytest.mark.parametrize("spec", [pytest.param(spec, marks=pytest.mark.slow) if spec in ALIKE else spec for spec in SPECS])
+@pytest.mark.parametrize("spec", SOME)
 def test_compiled_layers_are_few_and_give_the_same_tokens_for_steps_of_every_size(spec):
     """Prompts of one token and of many, together and alone, whole and in chunks that decode steps share."""
     folder, prompts = saved(spec)[1], [prompt(length, seed=length) for length in LENGTHS]

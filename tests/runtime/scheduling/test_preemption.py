@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import SPECS, prompt, saved
+from tiny import SOME, prompt, saved
 
 from flexgen import LLM, SamplingParams
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SOME)
 def test_tight_pool_gives_the_tokens_of_transformers(spec):
     torch.set_num_threads(1)
     reference, folder = saved(spec)
