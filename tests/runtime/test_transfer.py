@@ -11,6 +11,7 @@ SOURCES = {
     "rows beyond a part": torch.randn(3, 40),
     "vector": torch.randn(50).bfloat16(),
     "one number": torch.randn(1),
+    "a scalar": torch.randn(()),
     "experts": torch.randn(5, 4, 3),
     "nothing": torch.randn(0, 4),
 }
@@ -22,7 +23,7 @@ def test_slices_cover_a_tensor_and_stay_below_the_size(name, size):
     source = SOURCES[name]
     target = torch.full(source.shape, float("nan"))
     for into, part in slices(target, source, size):
-        assert part.nbytes <= max(size, source[:1].nbytes)
+        assert part.nbytes <= max(size, source[:1].nbytes if source.dim() else source.nbytes)
         into.copy_(part)
     assert torch.equal(target, source.float())
 

@@ -5,13 +5,10 @@ import torch
 
 from flexgen.runtime.llm import LLM
 from flexgen.runtime.requests.params import SamplingParams
-from tests.tiny import SPECS, saved
+from tests.tiny import LEAST, SPECS, saved
 
 torch.set_num_threads(1)
 PROMPTS = [[3, 14, 15, 92, 65, 35], [9], list(range(2, 40)), [27, 18, 28]]
-
-LEAST = {"phi3": 17}
-"""Tokens of a prompt: longrope turns by its long factors from there on, as the engine does for every length."""
 
 
 def oracle(model, prompt, count, **settings):
