@@ -34,18 +34,18 @@ OPTIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
         "llama3": frozenset({"original_max_position_embeddings"}),
         "yarn": frozenset({"original_max_position_embeddings"}) | _YARN,
         "proportional": frozenset({"factor"}),
-        "longrope": frozenset({"original_max_position_embeddings", "factor", "attention_factor"}),
+        "longrope": frozenset({"original_max_position_embeddings", "factor", "attention_factor", "short_mscale", "long_mscale"}),
     }
 )
 FACTORS = frozenset({"short_factor", "long_factor"})
 """Lists of one divisor a frequency."""
 FLAGS = frozenset({"truncate", "mrope_interleaved"})
 NULLABLE: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"yarn": (_YARN | {"factor"}) - FLAGS, "longrope": frozenset({"attention_factor", "factor"})}
+    {"yarn": (_YARN | {"factor"}) - FLAGS, "longrope": frozenset({"attention_factor", "factor", "short_mscale", "long_mscale"})}
 )
 """Keys whose null means that they are absent: configs of the family that brought the type write them so."""
 
-_ANY_SIGN = frozenset({"attention_factor", "mscale", "mscale_all_dim"})
+_ANY_SIGN = frozenset({"attention_factor", "mscale", "mscale_all_dim", "short_mscale", "long_mscale"})
 
 
 def is_finite(value: object) -> bool:

@@ -46,6 +46,8 @@ class Rope:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
     @staticmethod
     def bind(parameters: Mapping[str, Any], *, types: tuple[str, ...], head_dim: int, max_position: int) -> Rope:
@@ -90,7 +92,9 @@ class Rope:
         """
         frequencies, attention_factor = _FREQUENCIES[self.type](self)
         if self.type == "longrope":
-            factors = self.long_factor if length > self.original_position else self.short_factor
+            is_long = length > self.original_position
+            factors, own = (self.long_factor, self.long_mscale) if is_long else (self.short_factor, self.short_mscale)
+            attention_factor = attention_factor if own is None else own  # Phi 3.5 MoE states its own
             frequencies = 1.0 / (torch.tensor(factors) * _powers(self.theta, self.rotary_dim, self.rotary_dim))
         positions = torch.arange(length, device=device).float()
         angles = positions[:, None] * frequencies.to(device)
@@ -104,7 +108,7 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
         "partial_rotary_factor": "partial",
         "original_max_position_embeddings": "original_position",
         **{key: key for key in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast")},
-        **{key: key for key in ("beta_slow", "mscale", "mscale_all_dim", "truncate")},
+        **{key: key for key in ("beta_slow", "mscale", "mscale_all_dim", "truncate", "short_mscale", "long_mscale")},
     }
 )
 """Keys of config.json, and the fields of `Rope` that hold them."""
