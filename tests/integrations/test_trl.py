@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,3 +174,38 @@ def test_trl_is_as_it_was_after_uninstall():
     assert grpo_trainer.VLLMGeneration is flexgen_trl.Generation
     flexgen_trl.uninstall()
     assert grpo_trainer.VLLMGeneration is own and set(vars(vllm_generation)) == names and "vllm" not in sys.modules
+
+
+@pytest.mark.slow
+def test_two_processes_have_an_engine_each(tmp_path):
+    """Under torchrun, over gloo: both train on rollouts of their own, and end with the same weights, which their engines read."""
+    root = Path(__file__).parents[2]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", __file__, str(tmp_path)]
+    paths = os.pathsep.join([str(root), str(root / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert first["rollouts"] != second["rollouts"] and first["greedy"] == second["greedy"]
+    assert max(first["differences"]) < 1e-4 and first["weights"].equal(second["weights"])
+
+
+def one_rank(folder):
+    """What each process of that test does."""
+    made = trainer(Path(folder) / "trained", "install", False, max_steps=2)
+    rollouts, own = [], made.vllm_generation.generate
+    made.vllm_generation.generate = lambda *args, **kwargs: (found := own(*args, **kwargs), rollouts.append(found[1]))[0]
+    made.train()
+    engine(made).sync()
+    logged = [entry["sampling/sampling_logp_difference/mean"] for entry in made.state.log_history if "reward" in entry]
+    tokens, _ = greedy(engine(made))
+    weights = torch.cat([tensor.flatten() for tensor in made.model.parameters()]).detach()
+    found = {"rollouts": rollouts, "greedy": tokens, "differences": logged or [0.0], "weights": weights}
+    torch.save(found, Path(folder) / f"rank{made.accelerator.process_index}.pt")
+
+
+if __name__ == "__main__":
+    one_rank(sys.argv[1])
