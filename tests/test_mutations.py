@@ -146,14 +146,19 @@ def reads(package: Path) -> set[str]:
     return {name for line in lines for name in re.findall(r'"([a-z_0-9.]+)"', line)}
 
 
-@pytest.mark.parametrize("spec", sorted({spec for spec, _, _ in MUTATIONS.values()}))
+@pytest.mark.parametrize("spec", ["gemma4_dense", "gemma4_e", "gemma4_moe", "glm4_moe", "mixtral"])
 def test_the_whole_spec_has_parity(spec):
     oracle, folder = saved(spec)
     got = Harness(load(folder, root("generated") / spec)).feed({0: prompt(40)})[0]
     assert (got - expected(oracle, prompt(40))).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+_NAMES = list(MUTATIONS)
+FIRST = _NAMES[: _NAMES.index("the mean of a layer norm")]
+"""Of specs that have most words; the others, a spec or two a word, are slow."""
+
+
+@pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in _NAMES])
 def test_leaving_a_term_out_breaks_parity(name, tmp_path):
     torch.set_num_threads(1)
     spec, good, bad = MUTATIONS[name]

@@ -58,7 +58,7 @@ class Dims(Numbers):
         self.attention_bias = config.flag("attention_bias")
         self.head_bias = config.flag("lm_head_bias")
         self.tied = config.flag("tie_word_embeddings")
-        self.rope = config.rope("rope_parameters", types=("default", "longrope"), head_dim=self.head_dim)  # transformers turns by the short factors at every length; here long engines turn by the long ones, as the authors' code
+        self.rope = config.rope("rope_parameters", types=("default", "longrope"), head_dim=self.head_dim)  # transformers: no long factors
         check_heads("attention.attention", heads=self.heads, kv_heads=self.kv_heads)
         self.kinds = config.schedule(self.layers, (schedule.everywhere("layer"),))
         config.finish()
